@@ -1,0 +1,376 @@
+"""The model as a program: what one rank of one layout does for a step, as data.
+
+`program(config, profile, layout, rank)` is pure; nothing here computes. A worker binds the ops
+to buffers, a ledger sums them, the reference interprets them. One decoder for all families:
+flags of the config, not copies, decide what the program holds.
+
+Letters: R rows of a step, D hidden, H query heads here, G KV heads here, d head dim, F ffn
+columns here, V vocabulary rows here. Layer numbers are global on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from anyshard.config import ModelConfig, Profile
+from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
+
+__all__ = ["FLOAT_BYTES", "Op", "OpKind", "Program", "Sum", "Weight", "program"]
+
+FLOAT_BYTES = 4
+
+OpKind = Literal[
+    "embed",
+    "receive",
+    "qkv",
+    "attention",
+    "o_proj",
+    "gather_o",
+    "reduce_o",
+    "gate_up",
+    "down_proj",
+    "gather_down",
+    "reduce_down",
+    "send",
+    "head",
+    "gather_logits",
+]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A cut of one tensor of the image: rows of its output, columns of its input (None: vector)."""
+
+    name: str
+    rows: Span
+    columns: Span | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Float32 bytes of the cut."""
+        columns = 1 if self.columns is None else self.columns[1] - self.columns[0]
+        return (self.rows[1] - self.rows[0]) * columns * FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The part of a canonical sum that an op evaluates, or (with node counts) completes.
+
+    leaf_lengths, merges: of the leaves here. For a reduce: merges over the nodes of all ranks,
+    and how many of them each rank sends.
+    """
+
+    leaf_lengths: tuple[int, ...] = ()
+    merges: tuple[int, ...] = ()
+    nodes_per_rank: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One bound call of a step.
+
+    outputs: floats a row writes. flop, kv_floats: per row; an attention row adds them for
+    every key it sees. wire_floats: what a row (for logits: a sampled row) puts on the wire, per
+    receiver, padding included. A name is `layers.3.o_proj`, or `head`.
+    """
+
+    kind: OpKind
+    layer: int
+    outputs: int = 0
+    weights: tuple[Weight, ...] = ()
+    sum: Sum = Sum()
+    flop: int = 0
+    flop_per_key: int = 0
+    kv_floats_per_key: int = 0
+    wire_floats: int = 0
+    receivers: int = 0
+    digest_point: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique within a program."""
+        return self.kind if self.layer < 0 else f"layers.{self.layer}.{self.kind}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weight bytes that the op reads in a step."""
+        return sum(weight.bytes for weight in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """All ops of one rank, in order, with the sizes that its buffers need."""
+
+    config: ModelConfig
+    profile: Profile
+    layout: Layout
+    rank: int
+    ops: tuple[Op, ...]
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.layout.coordinates(self.rank)[0]
+
+    @property
+    def tp_index(self) -> int:
+        """TP index of this rank."""
+        return self.layout.coordinates(self.rank)[1]
+
+    @property
+    def heads(self) -> Span:
+        """Query heads here."""
+        return self.layout.heads[self.tp_index]
+
+    @property
+    def kv_heads(self) -> Span:
+        """KV heads here."""
+        return self.layout.kv_heads(self.tp_index, self.config.q_per_kv)
+
+    @property
+    def ffn(self) -> Span:
+        """Ffn columns here."""
+        return self.layout.ffn[self.tp_index]
+
+    @property
+    def vocab(self) -> Span:
+        """Vocabulary rows here."""
+        return self.layout.vocab[self.tp_index]
+
+    @property
+    def layers(self) -> Span:
+        """Layers here."""
+        return self.layout.layers[self.stage]
+
+    @property
+    def exchange_nodes(self) -> int:
+        """The most nodes that a rank sends in one gather; sizes the exchange buffers."""
+        return max(
+            (max(op.sum.nodes_per_rank) for op in self.ops if op.sum.nodes_per_rank), default=1
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weight bytes of this rank's share (embedding rows are looked up in the image)."""
+        seen = {weight for op in self.ops if op.kind != "embed" for weight in op.weights}
+        return sum(weight.bytes for weight in seen)
+
+
+def program(config: ModelConfig, profile: Profile, layout: Layout, rank: int) -> Program:
+    """The ops of one rank for one step of any number of rows.
+
+    Held by: test_model.py (every weight element is owned once per stage; layouts tile).
+    """
+    stage, tp_index = layout.coordinates(rank)
+    builder = _Builder(config, profile, layout, tp_index)
+    first, last = stage == 0, stage == layout.pp - 1
+    ops: list[Op] = [builder.embed() if first else builder.hop("receive")]
+    for layer in range(*layout.layers[stage]):
+        ops += builder.attention_block(layer)
+        ops += builder.mlp_block(layer)
+    ops += builder.head() if last else [builder.hop("send")]
+    return Program(config=config, profile=profile, layout=layout, rank=rank, ops=tuple(ops))
+
+
+class _Builder:
+    """Turns config and layout into ops for one TP index; holds only what several ops need."""
+
+    def __init__(
+        self, config: ModelConfig, profile: Profile, layout: Layout, tp_index: int
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.tp_index = tp_index
+        self.heads = layout.heads[tp_index]
+        self.kv_heads = layout.kv_heads(tp_index, config.q_per_kv)
+        self.ffn = layout.ffn[tp_index]
+        self.vocab = layout.vocab[tp_index]
+        self.hidden_tree = hidden_tree(config, profile.leaf)
+        self.head_tree = head_tree(config, profile.leaf)
+        self.ffn_tree = ffn_tree(config, profile.leaf)
+        self.whole_hidden = Sum(
+            self.hidden_tree.leaf_lengths,
+            self.hidden_tree.merges((0, self.hidden_tree.num_leaves)),
+        )
+
+    def embed(self) -> Op:
+        config = self.config
+        table = Weight("embed", (0, config.vocab), (0, config.hidden))
+        return Op(kind="embed", layer=-1, outputs=config.hidden, weights=(table,))
+
+    def hop(self, kind: Literal["send", "receive"]) -> Op:
+        sends = kind == "send"
+        return Op(
+            kind=kind,
+            layer=-1,
+            outputs=0 if sends else self.config.hidden,
+            wire_floats=self.config.hidden if sends else 0,
+            receivers=1 if sends else 0,
+        )
+
+    def _matrix(
+        self, layer: int, name: str, rows: Span, columns: Span, *, bias: bool
+    ) -> tuple[Weight, ...]:
+        matrix = Weight(f"layers.{layer}.{name}", rows, columns)
+        return (matrix, Weight(f"layers.{layer}.{name}_bias", rows)) if bias else (matrix,)
+
+    def attention_block(self, layer: int) -> list[Op]:
+        ops: list[Op] = []
+        config, d = self.config, self.config.head_dim
+        whole = (0, config.hidden)
+        num_heads = self.heads[1] - self.heads[0]
+        num_kv_heads = self.kv_heads[1] - self.kv_heads[0]
+        if num_heads:
+            q = (self.heads[0] * d, self.heads[1] * d)
+            kv = (self.kv_heads[0] * d, self.kv_heads[1] * d)
+            outputs = (num_heads + 2 * num_kv_heads) * d
+            ops.append(
+                Op(
+                    kind="qkv",
+                    layer=layer,
+                    outputs=outputs,
+                    weights=(
+                        Weight(f"layers.{layer}.attn_norm", whole),
+                        *self._matrix(layer, "q", q, whole, bias=config.qkv_bias),
+                        *self._matrix(layer, "k", kv, whole, bias=config.qkv_bias),
+                        *self._matrix(layer, "v", kv, whole, bias=config.qkv_bias),
+                    ),
+                    sum=self.whole_hidden,
+                    flop=2 * config.hidden * outputs,
+                    digest_point="qkv",
+                )
+            )
+            ops.append(
+                Op(
+                    kind="attention",
+                    layer=layer,
+                    outputs=num_heads * d,
+                    flop_per_key=4 * num_heads * d,
+                    kv_floats_per_key=2 * num_kv_heads * d,
+                    digest_point="attention",
+                )
+            )
+        ops += self._row_parallel(
+            layer,
+            tree=self.head_tree,
+            spans=[(low * d, high * d) for low, high in self.layout.heads],
+            kinds=("o_proj", "gather_o", "reduce_o"),
+            weight="o",
+            bias=config.o_bias,
+        )
+        return ops
+
+    def mlp_block(self, layer: int) -> list[Op]:
+        ops: list[Op] = []
+        config = self.config
+        whole = (0, config.hidden)
+        columns = self.ffn[1] - self.ffn[0]
+        if columns:
+            ops.append(
+                Op(
+                    kind="gate_up",
+                    layer=layer,
+                    outputs=columns,
+                    weights=(
+                        Weight(f"layers.{layer}.mlp_norm", whole),
+                        *self._matrix(layer, "gate", self.ffn, whole, bias=config.mlp_bias),
+                        *self._matrix(layer, "up", self.ffn, whole, bias=config.mlp_bias),
+                    ),
+                    sum=self.whole_hidden,
+                    flop=4 * config.hidden * columns,
+                    digest_point="ffn",
+                )
+            )
+        ops += self._row_parallel(
+            layer,
+            tree=self.ffn_tree,
+            spans=list(self.layout.ffn),
+            kinds=("down_proj", "gather_down", "reduce_down"),
+            weight="down",
+            bias=config.mlp_bias,
+        )
+        return ops
+
+    def _row_parallel(
+        self,
+        layer: int,
+        *,
+        tree: Tree,
+        spans: list[Span],
+        kinds: tuple[OpKind, OpKind, OpKind],
+        weight: str,
+        bias: bool,
+    ) -> list[Op]:
+        """This rank's nodes, the gather of all ranks' nodes, and the rest of the tree."""
+        leaf_spans = [(tree.leaf_of(low), tree.leaf_of(high)) for low, high in spans]
+        nodes_per_rank = tuple(len(tree.cover(span)) for span in leaf_spans)
+        mine, here = spans[self.tp_index], leaf_spans[self.tp_index]
+        hidden = (0, self.config.hidden)
+        width = self.config.hidden
+        linear, gather, reduce = kinds
+        ops: list[Op] = []
+        if mine[1] > mine[0]:
+            ops.append(
+                Op(
+                    kind=linear,
+                    layer=layer,
+                    outputs=nodes_per_rank[self.tp_index] * width,
+                    weights=(Weight(f"layers.{layer}.{weight}", hidden, mine),),
+                    sum=Sum(tree.leaf_lengths[slice(*here)], tree.merges(here)),
+                    flop=2 * (mine[1] - mine[0]) * width,
+                )
+            )
+        tp = self.layout.tp
+        if tp > 1:
+            ops.append(
+                Op(
+                    kind=gather,
+                    layer=layer,
+                    sum=Sum(nodes_per_rank=nodes_per_rank),
+                    wire_floats=max(nodes_per_rank) * width,
+                    receivers=tp - 1,
+                )
+            )
+        merges = tree.node_merges(leaf_spans)
+        ops.append(
+            Op(
+                kind=reduce,
+                layer=layer,
+                outputs=width,
+                weights=(Weight(f"layers.{layer}.{weight}_bias", hidden),) if bias else (),
+                sum=Sum(merges=merges, nodes_per_rank=nodes_per_rank),
+                flop=sum(merges) * width + width,
+                digest_point=reduce,
+            )
+        )
+        return ops
+
+    def head(self) -> list[Op]:
+        config = self.config
+        columns = (0, config.hidden)
+        table = "embed" if config.tied else "head"
+        rows = self.vocab[1] - self.vocab[0]
+        ops: list[Op] = []
+        if rows:
+            ops.append(
+                Op(
+                    kind="head",
+                    layer=-1,
+                    outputs=rows,
+                    weights=(Weight("norm", columns), Weight(table, self.vocab, columns)),
+                    sum=self.whole_hidden,
+                    flop=2 * config.hidden * rows,
+                    digest_point="logits",
+                )
+            )
+        if self.layout.tp > 1:
+            ops.append(
+                Op(
+                    kind="gather_logits",
+                    layer=-1,
+                    wire_floats=rows if self.tp_index else 0,
+                    receivers=1 if self.tp_index else 0,
+                )
+            )
+        return ops

@@ -1,0 +1,67 @@
+"""The ops of the program: the only room that reduces floats.
+
+`load_kernels` picks the bodies once, when a worker is built: native (AVX2 or scalar) or the
+NumPy reference. All have the same names, arguments and bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, Literal
+
+from anyshard.errors import OptionError
+
+__all__ = ["Body", "KernelChoice", "Kernels", "available_bodies", "choose_body", "load_kernels"]
+
+Body = Literal["avx2", "scalar", "reference"]
+KernelChoice = Literal["auto", "avx2", "scalar", "reference"]
+
+
+def _native() -> ModuleType | None:
+    try:
+        return importlib.import_module("anyshard._native")
+    except ImportError:
+        return None
+
+
+def available_bodies() -> list[Body]:
+    """Bodies that run here, best first; the reference always does."""
+    native = _native()
+    found: list[Body] = list(native.available_bodies()) if native is not None else []
+    return [*found, "reference"]
+
+
+class Kernels:
+    """One body: the op classes of its module, and the pool that they share."""
+
+    def __init__(self, body: Body, *, threads: int, spin: bool) -> None:
+        native = _native()
+        if body != "reference" and native is not None:
+            self.module: Any = native
+            self.pool: Any = native.Pool(threads, body, spin)
+        else:
+            self.module = importlib.import_module("anyshard.ops.reference")
+            self.pool = self.module.Pool()
+        self.body = body
+
+
+def choose_body(choice: KernelChoice) -> Body:
+    """The body that a choice means here.
+
+    Raises: OptionError naming the bodies that exist, if the one asked for does not.
+    """
+    bodies = available_bodies()
+    if choice == "auto":
+        return bodies[0]
+    if choice not in bodies:
+        raise OptionError(
+            f"--kernels {choice} is not available here; {', '.join(bodies)} are"
+            + ("" if len(bodies) > 1 else " (the package was built without a C++ compiler)")
+        )
+    return choice
+
+
+def load_kernels(choice: KernelChoice, *, threads: int, spin: bool) -> Kernels:
+    """Kernels for a choice, with a pool of `threads` threads (a reference body has one)."""
+    return Kernels(choose_body(choice), threads=threads, spin=spin)

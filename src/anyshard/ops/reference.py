@@ -1,0 +1,464 @@
+"""The reference bodies: every op of the program in NumPy, in the written order.
+
+Each class has the name, the arguments and the bits of its native twin in `_native`, so a worker
+binds one module or the other. Slow by design (a token of a 135M model takes seconds): they
+define the result, they replay a difference, and they run where no compiler was.
+
+Shapes: R rows_max, M rows of this call, D hidden, H query heads here, G KV heads here, d head
+dim, F ffn here, V vocab here, P pages, S slots, B blocks of a slot. Panels are [N/8, K, 8].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from anyshard.ops.exact import (
+    EMPTY_MAX,
+    F32,
+    I32,
+    exp2,
+    fma32,
+    halving_tree,
+    linear_nodes,
+    merge_nodes,
+    pow2,
+    silu,
+)
+
+__all__ = [
+    "Attention",
+    "Embed",
+    "GateUp",
+    "Head",
+    "Pool",
+    "Qkv",
+    "Reduce",
+    "RowLinear",
+    "argmax",
+    "gumbel_argmax",
+    "rms_norm",
+]
+
+KV_BLOCK = 32
+STRIPES = 8
+SCORE_LIMIT = np.float32(1 << 20)
+NORM_LANES = 32
+
+
+class Pool:
+    """Stands where the native thread pool stands; the reference has one thread."""
+
+    def __init__(self, threads: int = 1, body: str = "reference", spin: bool = False) -> None:
+        self.threads = 1
+        self.body = "reference"
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def unpack(panels: F32, num_outputs: int) -> F32:
+    """Panels [P, K, 8] as [num_outputs, K]."""
+    p, k, _ = panels.shape
+    return np.ascontiguousarray(panels.transpose(0, 2, 1).reshape(p * 8, k)[:num_outputs])
+
+
+def rms_norm(x_MD: F32, weight_D: F32, eps: float, faults_M: I32, fault_code: int) -> F32:
+    """x / sqrt(mean(x^2) + eps) * weight, each row on 32 lanes; marks rows whose sum is not finite.
+
+    Source: docs/numerics.md, RMSNorm.
+    """
+    num_rows, width = x_MD.shape
+    lanes = np.zeros((num_rows, NORM_LANES), np.float32)
+    for start in range(0, width, NORM_LANES):
+        piece = x_MD[:, start : start + NORM_LANES]
+        count = piece.shape[1]
+        lanes[:, :count] = fma32(piece, piece, lanes[:, :count])
+    squares = halving_tree(lanes)
+    mark(faults_M, ~np.isfinite(squares), fault_code)
+    root = np.sqrt(squares / np.float32(width) + np.float32(eps))
+    inverse = np.float32(1) / root
+    return np.asarray((x_MD * inverse[:, None]) * weight_D)
+
+
+def mark(faults_M: I32, bad_M: npt.NDArray[np.bool_], fault_code: int) -> None:
+    """Note the first fault of a row; later ones do not overwrite it."""
+    faults_M[bad_M & (faults_M == 0)] = fault_code
+
+
+class Linear:
+    """A column-parallel linear inside another op: whole sums, bias after the tree."""
+
+    def __init__(
+        self,
+        panels: F32 | None,
+        num_outputs: int,
+        bias: F32 | None,
+        leaf_lengths: I32,
+        merges: I32,
+    ) -> None:
+        self.weight_NK = None if panels is None else unpack(panels, num_outputs)
+        self.bias = bias
+        self.leaf_lengths = [int(n) for n in leaf_lengths]
+        self.merges = [int(n) for n in merges]
+
+    def __call__(self, x_MK: F32) -> F32:
+        if self.weight_NK is None:
+            return np.zeros((x_MK.shape[0], 0), np.float32)
+        y_MN = linear_nodes(x_MK, self.weight_NK, self.leaf_lengths, self.merges)[0]
+        return y_MN if self.bias is None else y_MN + self.bias
+
+
+class Embed:
+    """out[row] = embedding row of tokens[row], read from the packed panels."""
+
+    def __init__(self, pool: Pool, panels: F32, vocab: int, tokens: I32, out: F32) -> None:
+        self.panels, self.vocab, self.tokens, self.out = panels, vocab, tokens, out
+
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]."""
+        tokens = self.tokens[:rows]
+        if rows and not (0 <= tokens.min() and tokens.max() < self.vocab):
+            raise ValueError(f"a token id is outside 0..{self.vocab - 1}")
+        self.out[:rows] = self.panels[tokens // 8, :, tokens % 8]
+
+
+class Qkv:
+    """Norm, q/k/v projections with bias, RoPE, q scaled once, k and v written to their pages."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        x: F32,
+        norm_weight: F32,
+        eps: float,
+        q_panels: F32 | None,
+        k_panels: F32 | None,
+        v_panels: F32 | None,
+        q_bias: F32 | None,
+        k_bias: F32 | None,
+        v_bias: F32 | None,
+        q_norm: None,
+        k_norm: None,
+        leaf_lengths: I32,
+        merges: I32,
+        head_dim: int,
+        q_scale: float,
+        cos: F32,
+        sin: F32,
+        positions: I32,
+        q_out: F32,
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        width = 0 if q_panels is None else q_out.shape[1]
+        kv_width = k_cache.shape[1] * head_dim
+        self.x, self.norm_weight, self.eps = x, norm_weight, eps
+        self.q = Linear(q_panels, width, q_bias, leaf_lengths, merges)
+        self.k = Linear(k_panels, kv_width, k_bias, leaf_lengths, merges)
+        self.v = Linear(v_panels, kv_width, v_bias, leaf_lengths, merges)
+        self.head_dim, self.q_scale = head_dim, np.float32(q_scale)
+        self.cos, self.sin, self.positions = cos, sin, positions
+        self.q_out, self.k_cache, self.v_cache = q_out, k_cache, v_cache
+        self.page_table, self.row_slot = page_table, row_slot
+        self.row_fault, self.fault_code = row_fault, fault_code
+
+    def run(self, rows: int) -> None:
+        """Rows of this step; their k and v are in the cache when it returns."""
+        h_MD = rms_norm(
+            self.x[:rows], self.norm_weight, self.eps, self.row_fault[:rows], self.fault_code
+        )
+        self.q_out[:rows] = self._rotated(self.q(h_MD), rows) * self.q_scale
+        if self.k_cache.shape[1] == 0:
+            return
+        k_MGd = self._rotated(self.k(h_MD), rows).reshape(rows, -1, self.head_dim)
+        v_MGd = self.v(h_MD).reshape(rows, -1, self.head_dim)
+        position = self.positions[:rows]
+        page = self.page_table[self.row_slot[:rows], position // KV_BLOCK]
+        for row in range(rows):
+            lane = position[row] % KV_BLOCK
+            self.k_cache[page[row], :, :, lane] = k_MGd[row]
+            self.v_cache[page[row], :, lane, :] = v_MGd[row]
+
+    def _rotated(self, y_MN: F32, rows: int) -> F32:
+        half = self.head_dim // 2
+        y_MHd = y_MN.reshape(rows, -1, self.head_dim)
+        x0, x1 = y_MHd[..., :half], y_MHd[..., half:]
+        c = self.cos[self.positions[:rows], None, :]
+        s = self.sin[self.positions[:rows], None, :]
+        rotated = np.concatenate([fma32(x0, c, -(x1 * s)), fma32(x1, c, x0 * s)], axis=-1)
+        return rotated.reshape(rows, -1)
+
+
+class Attention:
+    """Each row attends to keys 0..position of its slot: 8 stripes of blocks, merged in a tree."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        q: F32,
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        head_dim: int,
+        kv_head_of: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
+        self.page_table, self.row_slot, self.positions = page_table, row_slot, positions
+        self.head_dim, self.kv_head_of, self.out = head_dim, kv_head_of, out
+        self.row_fault, self.fault_code = row_fault, fault_code
+
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]; a row whose scores leave +-2^20 gets NaN and a fault."""
+        if len(self.kv_head_of) == 0:
+            return
+        for row in range(rows):
+            q_Hd = self.q[row].reshape(-1, self.head_dim)
+            out_Hd, bad_H = self._attend(q_Hd, row)
+            out_Hd[bad_H] = np.nan
+            self.out[row] = out_Hd.reshape(-1)
+            if bad_H.any():
+                mark(self.row_fault[row : row + 1], np.array([True]), self.fault_code)
+
+    def _attend(self, q_Hd: F32, row: int) -> tuple[F32, npt.NDArray[np.bool_]]:
+        last = int(self.positions[row])
+        table = self.page_table[self.row_slot[row]]
+        bad_H = np.zeros(len(q_Hd), np.bool_)
+        states = []
+        for stripe in range(STRIPES):
+            state = (
+                np.full(len(q_Hd), EMPTY_MAX, np.int32),
+                np.zeros(len(q_Hd), np.float32),
+                np.zeros(q_Hd.shape, np.float32),
+            )
+            # the stripe of a block is its index mod 8 with the three bits reversed
+            first = int(f"{stripe:03b}"[::-1], 2)
+            for block in range(first, last // KV_BLOCK + 1, STRIPES):
+                visible = min(KV_BLOCK, last + 1 - block * KV_BLOCK)
+                state = self._visit(q_Hd, int(table[block]), visible, state, bad_H)
+            states.append(state)
+        while len(states) > 1:
+            states = [_merge(a, b) for a, b in zip(states[::2], states[1::2], strict=True)]
+        _, total_H, out_Hd = states[0]
+        with np.errstate(invalid="ignore"):
+            return np.asarray(out_Hd / total_H[:, None]), bad_H
+
+    def _visit(
+        self,
+        q_Hd: F32,
+        page: int,
+        visible: int,
+        state: tuple[I32, F32, F32],
+        bad_H: npt.NDArray[np.bool_],
+    ) -> tuple[I32, F32, F32]:
+        high, total, out = state
+        k_HdJ = self.k_cache[page, self.kv_head_of, :, :visible]
+        v_HJd = self.v_cache[page, self.kv_head_of, :visible, :]
+        score = np.zeros((len(q_Hd), visible), np.float32)
+        for d in range(self.head_dim):
+            score = fma32(q_Hd[:, d, None], k_HdJ[:, d], score)
+        bad_H |= ~(np.abs(score) <= SCORE_LIMIT).all(axis=1)
+        score[bad_H] = 0
+        new_high = np.maximum(high, np.ceil(score.max(axis=1)).astype(np.int32))
+        p = np.zeros((len(q_Hd), KV_BLOCK), np.float32)
+        p[:, :visible] = exp2(score - new_high.astype(np.float32)[:, None])
+        factor = pow2(high - new_high)
+        total = (total * factor) + halving_tree(p)
+        out = out * factor[:, None]
+        for j in range(visible):
+            out = fma32(p[:, j, None], v_HJd[:, j], out)
+        return new_high, total, out
+
+
+def _merge(a: tuple[I32, F32, F32], b: tuple[I32, F32, F32]) -> tuple[I32, F32, F32]:
+    high = np.maximum(a[0], b[0])
+    fa, fb = pow2(a[0] - high), pow2(b[0] - high)
+    return high, (a[1] * fa) + (b[1] * fb), (a[2] * fa[:, None]) + (b[2] * fb[:, None])
+
+
+class RowLinear:
+    """The nodes that this rank's columns contribute to a row-parallel linear."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        a: F32,
+        panels: F32,
+        num_outputs: int,
+        leaf_lengths: I32,
+        merges: I32,
+        out: F32,
+    ) -> None:
+        self.a, self.weight_NK, self.out = a, unpack(panels, num_outputs), out
+        self.leaf_lengths = [int(n) for n in leaf_lengths]
+        self.merges = [int(n) for n in merges]
+
+    def run(self, rows: int) -> None:
+        """Write [nodes][rows][N], packed, to the front of out."""
+        nodes = linear_nodes(self.a[:rows], self.weight_NK, self.leaf_lengths, self.merges)
+        self.out[: nodes.size] = nodes.reshape(-1)
+
+
+class Reduce:
+    """Merge all ranks' nodes in tree order, add the bias once, add to the residual."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[F32],
+        nodes_per_source: Sequence[int],
+        merges: I32,
+        bias: F32 | None,
+        x: F32,
+        num_outputs: int,
+    ) -> None:
+        self.sources, self.nodes_per_source = list(sources), list(nodes_per_source)
+        self.merges, self.bias, self.x = [int(n) for n in merges], bias, x
+        self.num_outputs = num_outputs
+
+    def run(self, rows: int) -> None:
+        """x[:rows] += merged (+ bias)."""
+        size = rows * self.num_outputs
+        nodes = [
+            source[index * size : (index + 1) * size].reshape(rows, self.num_outputs)
+            for source, count in zip(self.sources, self.nodes_per_source, strict=True)
+            for index in range(count)
+        ]
+        (total_MD,) = merge_nodes(nodes, self.merges)
+        if self.bias is not None:
+            total_MD = total_MD + self.bias
+        self.x[:rows] = self.x[:rows] + total_MD
+
+
+class GateUp:
+    """Norm, gate and up projections, SiLU(gate) * up."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        x: F32,
+        norm_weight: F32,
+        eps: float,
+        gate_panels: F32 | None,
+        up_panels: F32 | None,
+        num_outputs: int,
+        gate_bias: F32 | None,
+        up_bias: F32 | None,
+        leaf_lengths: I32,
+        merges: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        self.x, self.norm_weight, self.eps, self.out = x, norm_weight, eps, out
+        self.gate = Linear(gate_panels, num_outputs, gate_bias, leaf_lengths, merges)
+        self.up = Linear(up_panels, num_outputs, up_bias, leaf_lengths, merges)
+        self.row_fault, self.fault_code = row_fault, fault_code
+
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]."""
+        h_MD = rms_norm(
+            self.x[:rows], self.norm_weight, self.eps, self.row_fault[:rows], self.fault_code
+        )
+        self.out[:rows] = silu(self.gate(h_MD)) * self.up(h_MD)
+
+
+class Head:
+    """Final norm and vocabulary projection of the rows that are sampled."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        x: F32,
+        sample_rows: I32,
+        norm_weight: F32,
+        eps: float,
+        panels: F32 | None,
+        num_outputs: int,
+        bias: None,
+        leaf_lengths: I32,
+        merges: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        self.x, self.sample_rows, self.norm_weight, self.eps = x, sample_rows, norm_weight, eps
+        self.linear = Linear(panels, num_outputs, None, leaf_lengths, merges)
+        self.out, self.row_fault, self.fault_code = out, row_fault, fault_code
+
+    def run(self, num_sampled: int) -> None:
+        """Fill out[:num_sampled] with the logits of rows sample_rows[:num_sampled]."""
+        rows = self.sample_rows[:num_sampled]
+        faults = self.row_fault[rows]
+        h_MD = rms_norm(self.x[rows], self.norm_weight, self.eps, faults, self.fault_code)
+        self.row_fault[rows] = faults
+        self.out[:num_sampled] = self.linear(h_MD)
+
+
+def argmax(logits_V: F32) -> tuple[int, float]:
+    """(id, value) of the largest logit, the lowest id on ties; id -1 if it is not finite."""
+    best = int(np.argmax(logits_V))  # NumPy returns a NaN's place if there is one
+    value = float(logits_V[best])
+    return (best if np.isfinite(value) else -1), value
+
+
+def gumbel_argmax(
+    logits_V: F32,
+    temperature: float,
+    key: int,
+    position: int,
+    choice: int,
+    stream: int,
+    mask: npt.NDArray[np.uint8] | None,
+) -> int:
+    """argmax over allowed ids of logit + T * G, with G keyed by (seed, position, id).
+
+    Source: docs/numerics.md, Sampling; Salmon et al., Parallel random numbers, 2011 (Philox).
+    """
+    from anyshard.ops.exact import log
+
+    words = philox_words(len(logits_V), key, position, choice, stream)
+    u = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    gumbel = -log(-log(u))
+    score = logits_V + np.float32(temperature) * gumbel
+    if mask is not None:
+        score = np.where(mask != 0, score, np.float32(-np.inf))
+    return int(np.argmax(score))
+
+
+def philox_words(
+    count: int, key: int, position: int, choice: int, stream: int
+) -> npt.NDArray[np.uint32]:
+    """The random word of each id 0..count-1: Philox4x32-10, word id & 3 of counter id >> 2."""
+    groups = -(-count // 4)
+    low32 = np.uint64(0xFFFFFFFF)
+    x = [
+        np.full(groups, position, np.uint64),
+        np.arange(groups, dtype=np.uint64),
+        np.full(groups, choice, np.uint64),
+        np.full(groups, stream, np.uint64),
+    ]
+    key0, key1 = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        product0 = x[0] * np.uint64(0xD2511F53)
+        product1 = x[2] * np.uint64(0xCD9E8D57)
+        x = [
+            (product1 >> np.uint64(32)) ^ x[1] ^ np.uint64(key0),
+            product1 & low32,
+            (product0 >> np.uint64(32)) ^ x[3] ^ np.uint64(key1),
+            product0 & low32,
+        ]
+        key0 = (key0 + 0x9E3779B9) & 0xFFFFFFFF
+        key1 = (key1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack(x, axis=1).astype(np.uint32).reshape(-1)[:count]
