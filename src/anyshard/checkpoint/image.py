@@ -1,0 +1,247 @@
+"""The weight image: a host's weights, packed once, mapped read-only by every local rank.
+
+The region is an anonymous memfd, sealed after the build; `directory` says where each tensor
+lies. Any cut is an offset and a stride, so no layout ever packs again. Knows how panels lie;
+knows nothing of layouts, ranks or file formats.
+
+Shapes: P panels = ceil(N/8), K inputs; panels [P, K, 8], element (n, k) at [n // 8, k, n % 8],
+lanes past N zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.checkpoint.source import Checkpoint, TensorSource
+from anyshard.errors import CheckpointError
+from anyshard.ops import KernelChoice, load_kernels
+
+__all__ = ["LANES", "ImageTensor", "WeightImage", "build_image"]
+
+LANES: Final = 8  # outputs side by side in a panel
+_MATRIX_ALIGNMENT: Final = 4096
+_VECTOR_ALIGNMENT: Final = 64
+_CHUNK_BYTES: Final = 4 << 20  # float32 bytes that the NumPy body widens at a time
+_Packer = Callable[[NDArray[np.float32], TensorSource], bool]
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTensor:
+    """Where one tensor lies in the region; `shape` is the logical one, [N, K] or [N]."""
+
+    name: str
+    kind: Literal["matrix", "vector"]
+    shape: tuple[int, ...]
+    offset: int
+    dtype: Literal["float32"] = "float32"
+
+    @property
+    def panel_shape(self) -> tuple[int, ...]:
+        """[P, K, 8] for a matrix, [N] for a vector."""
+        if self.kind == "vector":
+            return self.shape
+        return (-(-self.shape[0] // LANES), self.shape[1], LANES)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the tensor takes in the region, padding lanes included."""
+        return prod(self.panel_shape) * 4
+
+
+class WeightImage:
+    """Read-only packed weights; `fd` and `directory` are all another process needs.
+
+    Attributes: fd (the sealed memfd; inherited by fork), directory (name to place),
+    bytes (size of the region).
+    """
+
+    def __init__(self, fd: int, directory: Mapping[str, ImageTensor], num_bytes: int) -> None:
+        self.fd = fd
+        self.directory = dict(directory)
+        self.bytes = num_bytes
+        self._mapped = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        _advise_huge(self._mapped)
+        self._region = np.frombuffer(self._mapped, np.uint8)
+        self._sha256: str | None = None
+
+    @classmethod
+    def from_fd(cls, fd: int, directory_json: str) -> WeightImage:
+        """Map an image that another process built; `directory_json` is its `to_json()`."""
+        tensors = [
+            ImageTensor(**{**entry, "shape": tuple(entry["shape"])})
+            for entry in json.loads(directory_json)
+        ]
+        return cls(fd, {tensor.name: tensor for tensor in tensors}, os.fstat(fd).st_size)
+
+    def to_json(self) -> str:
+        """The directory as text, for `from_fd`."""
+        return json.dumps([asdict(tensor) for tensor in self.directory.values()])
+
+    def _view(self, name: str, kind: str) -> NDArray[np.float32]:
+        place = self.directory[name]
+        assert place.kind == kind, f"{name} is a {place.kind}"
+        flat = self._region[place.offset : place.offset + place.bytes].view(np.float32)
+        return flat.reshape(place.panel_shape)
+
+    def panels(self, name: str) -> NDArray[np.float32]:
+        """The matrix of that name as a read-only view [P, K, 8]."""
+        return self._view(name, "matrix")
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """The vector of that name as a read-only view [N]."""
+        return self._view(name, "vector")
+
+    def matrix(self, name: str) -> NDArray[np.float32]:
+        """The matrix of that name unpacked into a new array [N, K], for reference bodies."""
+        panels = self.panels(name)
+        rows = panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])
+        return np.ascontiguousarray(rows[: self.directory[name].shape[0]])
+
+    def sha256(self) -> str:
+        """Hash of directory and region, hex; computed at the first call (0.5 s a GB)."""
+        if self._sha256 is None:
+            digest = hashlib.sha256(self.to_json().encode())
+            digest.update(self._region.data)
+            self._sha256 = digest.hexdigest()
+        return self._sha256
+
+    def close(self) -> None:
+        """Close the descriptor; views that are still held stay valid."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def build_image(
+    checkpoint: Checkpoint,
+    *,
+    names: Iterable[str] | None = None,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+    kernels: KernelChoice = "auto",
+) -> WeightImage:
+    """Widen and pack the tensors of `names` (all if None) into a new image.
+
+    `progress(bytes done, bytes in all)` is called after each tensor. Every body of `kernels`
+    packs the same bytes; "reference" is the NumPy one, on one thread.
+
+    Raises: CheckpointError naming the tensor that holds a NaN or an infinity; KeyError for a
+    name that the model does not have.
+    Held by: test_image.py::test_native_and_numpy_pack_the_same_bytes.
+    """
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; at least 1 is needed")
+    wanted = checkpoint.sources if names is None else {n: checkpoint.sources[n] for n in names}
+    directory, num_bytes = _place(wanted)
+    pack = _packer(kernels, threads)
+    fd = os.memfd_create("anyshard-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        mapped = mmap.mmap(fd, num_bytes)
+        _advise_huge(mapped)
+        _fill(np.frombuffer(mapped, np.uint8), wanted, directory, checkpoint.path, pack, progress)
+        mapped.close()  # a writable mapping would keep the seals off
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return WeightImage(fd, directory, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _place(sources: Mapping[str, TensorSource]) -> tuple[dict[str, ImageTensor], int]:
+    """The directory, tensors in order, and the size of the region (whole pages)."""
+    directory: dict[str, ImageTensor] = {}
+    end = 0
+    for name, source in sources.items():
+        is_matrix = len(source.shape) == 2
+        alignment = _MATRIX_ALIGNMENT if is_matrix else _VECTOR_ALIGNMENT
+        directory[name] = ImageTensor(
+            name=name,
+            kind="matrix" if is_matrix else "vector",
+            shape=source.shape,
+            offset=-(-end // alignment) * alignment,
+        )
+        end = directory[name].offset + directory[name].bytes
+    return directory, max(1, -(-end // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _fill(
+    region: NDArray[np.uint8],
+    sources: Mapping[str, TensorSource],
+    directory: Mapping[str, ImageTensor],
+    path: Path,
+    pack: _Packer,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    total = sum(place.bytes for place in directory.values())
+    done = 0
+    for name, source in sources.items():
+        place = directory[name]
+        flat = region[place.offset : place.offset + place.bytes].view(np.float32)
+        target = flat.reshape(place.panel_shape)
+        if place.kind == "vector":
+            target[:] = source.read()
+            finite = bool(np.isfinite(target).all())
+        else:
+            finite = pack(target, source)
+        if not finite:
+            raise CheckpointError(
+                f"{path}: tensor {source.file_name!r} ({name}) holds a NaN or an "
+                "infinity; the file is damaged, or the model overflowed when it was converted"
+            )
+        done += place.bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _packer(choice: KernelChoice, threads: int) -> _Packer:
+    """The native body on `threads` threads, or the NumPy body where there is none."""
+    kernels = load_kernels(choice, threads=threads, spin=False)
+    if kernels.body == "reference":
+        return _pack_numpy
+
+    def pack(target: NDArray[np.float32], source: TensorSource) -> bool:
+        num_rows, num_columns = source.shape
+        finite: bool = kernels.module.pack_panels(
+            kernels.pool, target, source.raw, source.type, num_rows, num_columns, source.row_map
+        )
+        return finite
+
+    return pack
+
+
+def _pack_numpy(target: NDArray[np.float32], source: TensorSource) -> bool:
+    """Pack into `target` [P, K, 8], which is zero; True if every weight is finite."""
+    num_rows, num_columns = source.shape
+    step = max(1, _CHUNK_BYTES // (num_columns * 4 * LANES))
+    finite = True
+    for panel in range(0, len(target), step):
+        start, stop = panel * LANES, min((panel + step) * LANES, num_rows)
+        rows = source.read_rows(start, stop)
+        finite = finite and bool(np.isfinite(rows).all())
+        whole = (stop - start) // LANES
+        body = rows[: whole * LANES].reshape(whole, LANES, num_columns)
+        target[panel : panel + whole] = body.transpose(0, 2, 1)
+        if stop - start > whole * LANES:
+            target[panel + whole, :, : (stop - start) % LANES] = rows[whole * LANES :].T
+    return finite
+
+
+def _advise_huge(mapped: mmap.mmap) -> None:
+    # Not allowed everywhere, and only a matter of speed: faults of 2 MiB instead of 4 KiB.
+    with contextlib.suppress(OSError, AttributeError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -1,0 +1,237 @@
+"""From the tensors of a file to the tensors of a model: names, row orders, leftovers.
+
+One table per file format maps the file's names to the canonical names of
+`ModelConfig.tensor_shapes()`. A tensor that the table does not know is refused unless it is
+known to change nothing, because leaving a weight out gives wrong answers silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.checkpoint.gguf import GgufFile, GgufTensor, read_gguf
+from anyshard.checkpoint.safetensors import SafeTensor, read_json_object, read_safetensors
+from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial, check_tensors
+from anyshard.config import ModelConfig, config_from_gguf, config_from_hf
+from anyshard.errors import CheckpointError
+
+__all__ = ["open_gguf", "open_hf_directory", "rotate_half_rows"]
+
+_GGUF_LAYER: Final = {
+    "attn_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+_HF_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_GGUF_TOP: Final = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+_HF_TOP: Final = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_SMALL: Final = 16 << 20  # bytes; tensors that are read to find out whether they matter
+
+
+def _file_name(name: str, top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> str:
+    """The file's name of a canonical tensor: `layers.3.q_bias` is `blk.3.attn_q.bias`."""
+    if name in top:
+        return f"{top[name]}.weight"
+    _, index, part = name.split(".")
+    kind = "bias" if part.endswith("_bias") else "weight"
+    return f"{prefix}.{index}.{layer[part.removesuffix('_bias')]}.{kind}"
+
+
+def rotate_half_rows(num_heads: int, head_dim: int) -> NDArray[np.int32]:
+    """Row n in HF order is stored row `result[n]` of a GGUF `llama` q or k tensor.
+
+    HF rotates pairs (i, i + d/2) of a head; the GGUF converter lays the two of a pair beside
+    each other, at (2 i, 2 i + 1).
+
+    Held by: test_checkpoint_gguf.py::test_llama_query_rows_come_back_in_hf_order.
+    """
+    stored = np.arange(num_heads * head_dim, dtype=np.int32)
+    halves = stored.reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2)
+    return np.ascontiguousarray(halves).reshape(-1)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """A checkpoint from one GGUF file of architecture llama or qwen2.
+
+    Raises: CheckpointError naming the file and the key or tensor.
+    """
+    file = read_gguf(path)
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(
+            f"{path}: is one of {file.metadata['split.count']} parts; merge them into one file "
+            "(llama-gguf-split --merge)"
+        )
+    config = _gguf_config(file)
+    names = {
+        name: _file_name(name, _GGUF_TOP, _GGUF_LAYER, "blk") for name in config.tensor_shapes()
+    }
+    row_maps: dict[str, NDArray[np.int32]] = {}
+    if config.architecture == "llama":
+        row_maps["q"] = rotate_half_rows(config.num_heads, config.head_dim)
+        row_maps["k"] = rotate_half_rows(config.num_kv_heads, config.head_dim)
+    _refuse_leftovers(path, file.tensors, known=set(names.values()))
+    found: dict[str, TensorSource] = {}
+    for name, file_name in names.items():
+        tensor = file.tensors.get(file_name)
+        if tensor is not None:
+            part = name.rsplit(".", 1)[-1].removesuffix("_bias")
+            found[name] = TensorSource(
+                name=name,
+                file_name=file_name,
+                shape=tensor.shape,
+                type=tensor.type,
+                raw=tensor.raw,
+                row_map=row_maps.get(part),
+            )
+    material = None
+    if "tokenizer.ggml.model" in file.metadata:
+        material = TokenizerMaterial(label=str(path), metadata=file.metadata)
+    sources = check_tensors(config, found, names, label=str(path))
+    return Checkpoint(path=path, config=config, sources=sources, tokenizer_material=material)
+
+
+def _gguf_config(file: GgufFile) -> ModelConfig:
+    """The configuration by metadata; which biases there are, only the tensors say."""
+    try:
+        config = config_from_gguf(file.metadata, has_head="output.weight" in file.tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+    return replace(
+        config,
+        qkv_bias=config.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+    )
+
+
+def _refuse_leftovers(path: Path, tensors: Mapping[str, GgufTensor], *, known: set[str]) -> None:
+    for name, tensor in tensors.items():
+        if name in known:
+            continue
+        if name == "rope_freqs.weight" and tensor.type == "F32" and tensor.raw.size <= _SMALL:
+            if bool((tensor.raw.view("<f4") == 1).all()):
+                continue  # factors of 1 change nothing
+            raise CheckpointError(
+                f"{path}: tensor {name!r} rescales the rotary frequencies; not supported yet"
+            )
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has no place in this model; leaving it out would change "
+            "the answers"
+        )
+
+
+def open_hf_directory(directory: Path) -> Checkpoint:
+    """A checkpoint from config.json and model.safetensors, in one file or with an index.
+
+    Raises: CheckpointError naming the file and the field or tensor.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        ggufs = sorted(file.name for file in directory.glob("*.gguf"))
+        hint = f"; name the file itself: {directory / ggufs[0]}" if ggufs else ""
+        raise CheckpointError(f"{directory}: has no config.json{hint}")
+    try:
+        config = config_from_hf(read_json_object(path))
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+    tensors, label = _read_shards(directory)
+    names = {
+        name: _file_name(name, _HF_TOP, _HF_LAYER, "model.layers")
+        for name in config.tensor_shapes()
+    }
+    _refuse_hf_leftovers(label, tensors, config, known=set(names.values()))
+    found = {
+        name: TensorSource(
+            name=name,
+            file_name=file_name,
+            shape=tensors[file_name].shape,
+            type="F32",
+            raw=tensors[file_name].raw,
+        )
+        for name, file_name in names.items()
+        if file_name in tensors
+    }
+    material = None
+    if (directory / "tokenizer.json").is_file():
+        material = TokenizerMaterial(label=str(directory), directory=directory)
+    sources = check_tensors(config, found, names, label=label)
+    return Checkpoint(path=directory, config=config, sources=sources, tokenizer_material=material)
+
+
+def _read_shards(directory: Path) -> tuple[dict[str, SafeTensor], str]:
+    """All tensors of the directory, and the file to name in messages."""
+    single = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if single.is_file():
+        return read_safetensors(single), str(single)
+    if not index.is_file():
+        raise CheckpointError(
+            f"{directory}: has neither model.safetensors nor model.safetensors.index.json"
+        )
+    weight_map: Any = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: weight_map is missing or no object")
+    tensors: dict[str, SafeTensor] = {}
+    for file_name in sorted({str(value) for value in weight_map.values()}):
+        plain = Path(file_name).name == file_name and file_name.endswith(".safetensors")
+        if not plain:
+            raise CheckpointError(
+                f"{index}: weight_map names {file_name!r}; a .safetensors file in the same "
+                "directory is needed"
+            )
+        for name, tensor in read_safetensors(directory / file_name).items():
+            if weight_map.get(name) != file_name:
+                raise CheckpointError(
+                    f"{directory / file_name}: holds tensor {name!r}, which {index.name} places "
+                    f"in {weight_map.get(name)!r}"
+                )
+            tensors[name] = tensor
+    for name, file_name in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{directory / file_name}: tensor {name!r} is missing; {index.name} places it here"
+            )
+    return tensors, str(index)
+
+
+def _refuse_hf_leftovers(
+    label: str, tensors: Mapping[str, SafeTensor], config: ModelConfig, *, known: set[str]
+) -> None:
+    for name, tensor in tensors.items():
+        if name in known or name.endswith(".rotary_emb.inv_freq"):
+            continue  # inv_freq follows from rope_theta; old exports store it
+        if name == "lm_head.weight" and config.tied:
+            embed = tensors.get("model.embed_tokens.weight")
+            if embed is not None and np.array_equal(embed.raw, tensor.raw):
+                continue
+            raise CheckpointError(
+                f"{label}: tensor {name!r} differs from model.embed_tokens.weight, but "
+                "config.json says tie_word_embeddings"
+            )
+        raise CheckpointError(
+            f"{label}: tensor {name!r} has no place in this model; leaving it out would change "
+            "the answers"
+        )

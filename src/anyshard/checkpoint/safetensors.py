@@ -1,0 +1,138 @@
+"""A bounded reader of safetensors files: mapped, zero-copy, every offset checked.
+
+Our own because a view of the mapped bytes is what the packer wants, and because the library
+accepts a header that names one tensor twice. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.checkpoint.gguf import map_file
+from anyshard.errors import CheckpointError
+
+__all__ = ["SafeTensor", "read_json_object", "read_safetensors"]
+
+_MAX_HEADER: Final = 100_000_000  # bytes; the library's own limit
+_MAX_JSON: Final = 64 << 20  # bytes of a configuration file
+_MAX_RANK: Final = 8
+_DTYPE_BYTES: Final = {"F32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SafeTensor:
+    """Where one float32 tensor lies; `raw` may start at any byte, aligned or not."""
+
+    name: str
+    shape: tuple[int, ...]
+    raw: NDArray[np.uint8]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small text file.
+
+    Raises: CheckpointError when the file is missing, too large, no JSON or no object.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: the file does not exist")
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise CheckpointError(f"{path}: has more than {_MAX_JSON} bytes")
+        return _parse_object(path.read_bytes(), label=str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _parse_object(text: bytes, *, label: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        parsed = dict(pairs)
+        if len(parsed) < len(pairs):
+            raise CheckpointError(f"{label}: a JSON object names one key twice")
+        return parsed
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{label}: is not valid JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{label}: is JSON, but not an object")
+    return parsed
+
+
+def read_safetensors(path: Path) -> dict[str, SafeTensor]:
+    """Parse the header; no tensor is touched.
+
+    Raises: CheckpointError naming the file and the tensor that is wrong.
+    Held by: test_checkpoint_hf.py (truncation, overlaps, holes, duplicate names).
+    """
+    mapped = map_file(path)
+    size = len(mapped)
+    header_bytes = int.from_bytes(mapped[:8], "little")
+    if size < 8 or header_bytes > size - 8:
+        raise CheckpointError(
+            f"{path}: the header needs {8 + header_bytes} bytes, but the file has {size}; "
+            "it is cut short, or no safetensors file"
+        )
+    if header_bytes > _MAX_HEADER:
+        raise CheckpointError(f"{path}: the header has {header_bytes} bytes; too many")
+    header = _parse_object(mapped[8 : 8 + header_bytes], label=f"{path}: the header")
+    header.pop("__metadata__", None)
+    region = np.frombuffer(mapped, np.uint8)[8 + header_bytes :]
+    spans = {name: _span(path, name, entry) for name, entry in header.items()}
+    end = 0
+    for name, (_, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
+        if start != end:
+            raise CheckpointError(
+                f"{path}: tensor {name!r:.80} starts at byte {start}, but the one before it ends "
+                f"at {end}; tensors must neither overlap nor leave holes"
+            )
+        end = stop
+    if end != len(region):
+        problem = "the file is cut short" if end > len(region) else "bytes are left over"
+        raise CheckpointError(
+            f"{path}: the tensors need {end} bytes, but the file holds {len(region)}; {problem}"
+        )
+    return {
+        name: SafeTensor(name=name, shape=shape, raw=region[start:stop])
+        for name, (shape, start, stop) in spans.items()
+    }
+
+
+def _is_natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], int, int]:
+    """(shape, first byte, byte after the last) of one header entry."""
+    field = f"{path}: tensor {name!r:.80}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{field} needs exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise CheckpointError(
+            f"{field} has dtype {dtype!r:.80}, which cannot be read yet; F32 can: convert the "
+            "model to float32, or use a GGUF file"
+        )
+    if not (isinstance(shape, list) and len(shape) <= _MAX_RANK and all(map(_is_natural, shape))):
+        raise CheckpointError(
+            f"{field} has the shape {shape!r:.80}; up to {_MAX_RANK} whole numbers are needed"
+        )
+    pair = isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_natural, offsets))
+    if not pair:
+        raise CheckpointError(
+            f"{field} has data_offsets {offsets!r:.80}; two whole numbers are needed"
+        )
+    start, stop = offsets
+    num_bytes = prod(shape) * _DTYPE_BYTES[dtype]
+    if stop - start != num_bytes:
+        raise CheckpointError(
+            f"{field} of shape {shape} needs {num_bytes} bytes, but spans {start} to {stop}"
+        )
+    return tuple(shape), start, stop

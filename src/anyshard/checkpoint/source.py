@@ -1,0 +1,156 @@
+"""What an opened checkpoint is: named tensors that still lie in the mapped file.
+
+Knows how a stored type widens to float32. Knows nothing of file formats: `gguf.py` and
+`safetensors.py` build the records, `image.py` packs them.
+
+Shapes: a matrix is [N, K] (N outputs, K inputs), a vector [N]; raw bytes are one row after
+another, as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.config import ModelConfig
+from anyshard.errors import CheckpointError
+
+__all__ = [
+    "BLOCK",
+    "Checkpoint",
+    "TensorSource",
+    "TensorType",
+    "TokenizerMaterial",
+    "check_tensors",
+    "row_bytes",
+    "widen",
+]
+
+TensorType = Literal["F32", "Q8_0", "Q4_1"]
+
+# type -> (elements in a block, bytes of a block)
+BLOCK: dict[TensorType, tuple[int, int]] = {"F32": (1, 4), "Q8_0": (32, 34), "Q4_1": (32, 20)}
+
+
+def row_bytes(kind: TensorType, num_columns: int) -> int:
+    """Bytes of one stored row; `num_columns` must be a whole number of blocks."""
+    elements, size = BLOCK[kind]
+    assert num_columns % elements == 0
+    return num_columns // elements * size
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorSource:
+    """One tensor as it lies in the file; nothing has been read yet.
+
+    `raw` is a read-only uint8 view of the mapped file. Row n of the tensor is stored row
+    `row_map[n]`, or row n where `row_map` is None.
+    """
+
+    name: str
+    file_name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    raw: NDArray[np.uint8]
+    row_map: NDArray[np.int32] | None = None
+
+    def read(self) -> NDArray[np.float32]:
+        """A new float32 array of `shape`, rows in the order of the tensor.
+
+        Held by: test_checkpoint_gguf.py::test_every_tensor_widens_to_the_bits_of_gguf.
+        """
+        return self.read_rows(0, self.shape[0])
+
+    def read_rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start:stop (elements, for a vector), widened."""
+        if len(self.shape) == 1 and BLOCK[self.type][0] > 1:
+            wide = widen(self.raw, self.type)  # blocks run across the rows of a vector
+            return wide if self.row_map is None else wide[self.row_map][start:stop]
+        stored = self.raw.reshape(self.shape[0], -1)
+        picked = stored[start:stop] if self.row_map is None else stored[self.row_map[start:stop]]
+        return widen(picked, self.type).reshape(stop - start, *self.shape[1:])
+
+
+def widen(raw: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
+    """Float32 values of whole stored blocks, flat; bit for bit what the `gguf` package gives.
+
+    Multiply, then add, each rounded; never fused (docs/numerics.md, Widening).
+    """
+    blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK[kind][1])
+    if kind == "F32":
+        return blocks.view("<f4").reshape(-1).astype(np.float32)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf is refused by its finder
+        if kind == "Q8_0":
+            return (blocks[:, 2:].view(np.int8).astype(np.float32) * scale).reshape(-1)
+        offset = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
+        wide = np.empty((len(blocks), 32), np.float32)
+        np.multiply(blocks[:, 4:] & 15, scale, out=wide[:, :16], casting="unsafe")
+        np.multiply(blocks[:, 4:] >> 4, scale, out=wide[:, 16:], casting="unsafe")
+        wide += offset
+    return wide.reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerMaterial:
+    """Where the tokenizer comes from: GGUF metadata, or the directory of a tokenizer.json."""
+
+    label: str
+    metadata: Mapping[str, Any] | None = None
+    directory: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """An opened model: what it is, and where each of its tensors lies.
+
+    All tensors that `config` asks for are present with the right shape.
+    `tokenizer_material` is None where the model comes without a tokenizer.
+    """
+
+    path: Path
+    config: ModelConfig
+    sources: Mapping[str, TensorSource]
+    tokenizer_material: TokenizerMaterial | None
+
+    def tensors(self) -> Mapping[str, TensorSource]:
+        """Canonical name to source, in the order of `config.tensor_shapes()`."""
+        return self.sources
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The tensor of that canonical name, widened to a new float32 array."""
+        return self.sources[name].read()
+
+
+def check_tensors(
+    config: ModelConfig,
+    found: Mapping[str, TensorSource],
+    file_names: Mapping[str, str],
+    *,
+    label: str,
+) -> dict[str, TensorSource]:
+    """Sources in canonical order; every tensor of `config` is there with its shape.
+
+    `file_names` maps canonical names to those in the file, for the messages.
+
+    Raises: CheckpointError that names the tensor, the shape expected and the one found.
+    """
+    ordered: dict[str, TensorSource] = {}
+    for name, shape in config.tensor_shapes().items():
+        source = found.get(name)
+        if source is None:
+            raise CheckpointError(
+                f"{label}: tensor {file_names[name]!r} is missing; its shape would be {shape}"
+            )
+        if source.shape != shape:
+            raise CheckpointError(
+                f"{label}: tensor {source.file_name!r} has shape {source.shape}; "
+                f"the configuration needs {shape}"
+            )
+        ordered[name] = source
+    return ordered
