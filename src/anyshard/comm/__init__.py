@@ -1,0 +1,1 @@
+"""Wires: how bytes leave a rank, and the only place that counts them."""

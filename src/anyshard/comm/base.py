@@ -1,0 +1,195 @@
+"""What a rank sees of its peers: sizes fixed before start, exchanges, hops, and byte counters.
+
+Bytes leave a process in `comm` only, and are counted here. No kind of `Comm` ever adds two
+floats: buffers are moved, `ops` reduces them in a written order (docs/numerics.md, Tree).
+Knows nothing of models, frames or processes.
+
+rank = stage * tp + tp_rank. A *group* is the tp ranks of one stage; a *hop* goes from a rank to
+the rank of the next stage with the same tp_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.errors import AnyshardError, PeerLost
+
+__all__ = [
+    "HOP_DEPTH",
+    "WIRE_KINDS",
+    "Comm",
+    "CommKind",
+    "Counters",
+    "EpochAborted",
+    "Exchange",
+    "ExchangeSpec",
+    "FloatArray",
+    "WireKind",
+    "WireSizes",
+    "check_floats",
+    "late_peer",
+]
+
+FloatArray = NDArray[np.float32]
+WireKind = Literal["reduce", "hop", "logits", "pairs"]
+CommKind = Literal["solo", "threads", "shm", "torch"]
+WIRE_KINDS: tuple[WireKind, ...] = get_args(WireKind)
+
+HOP_DEPTH = 2  # messages a stage may be ahead of the next one
+FLOAT_BYTES = 4
+
+
+class EpochAborted(AnyshardError):
+    """The rank group ends; raised inside thread ranks (forked ranks are killed instead)."""
+
+
+class ExchangeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One named exchange of a group: every rank owns a float32 buffer of `capacity_floats`.
+
+    `root_only` exchanges are read by tp rank 0 alone (logits, value-and-id pairs).
+    """
+
+    name: str
+    kind: WireKind
+    capacity_floats: int
+    root_only: bool = False
+
+
+class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a Comm allocates, known before the first rank exists.
+
+    `hop_floats` is the largest message to the next stage, rows_max * hidden; 0 when pp == 1.
+    """
+
+    tp: int
+    pp: int
+    exchanges: tuple[ExchangeSpec, ...] = ()
+    hop_floats: int = 0
+
+    @property
+    def world(self) -> int:
+        """Ranks of the epoch."""
+        return self.tp * self.pp
+
+    def exchange_index(self, name: str) -> int:
+        """Position of the exchange called `name`. Raises: ValueError naming those that exist."""
+        for index, spec in enumerate(self.exchanges):
+            if spec.name == name:
+                return index
+        raise ValueError(f"no exchange {name!r}; have {[spec.name for spec in self.exchanges]}")
+
+
+class Counters:
+    """Bytes and messages sent by one rank since its start, per kind.
+
+    Held by: test_comm.py::test_counted_bytes_are_the_formula.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[WireKind, int] = dict.fromkeys(WIRE_KINDS, 0)
+        self.messages: dict[WireKind, int] = dict.fromkeys(WIRE_KINDS, 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of every kind together."""
+        return sum(self.bytes.values())
+
+    @property
+    def total_messages(self) -> int:
+        """Messages of every kind together."""
+        return sum(self.messages.values())
+
+    def add(self, kind: WireKind, *, num_floats: int, num_messages: int) -> None:
+        """Count `num_messages` messages of `num_floats` float32 each."""
+        self.bytes[kind] += num_floats * FLOAT_BYTES * num_messages
+        self.messages[kind] += num_messages
+
+
+class Exchange(Protocol):
+    """A double-buffered gather within the group; one object serves all layers.
+
+    Write `send_buffer(parity)`, call `run`, read `sources` of that same parity. They stay
+    unchanged until *this* rank returns from the next `run`: a peer that has published step n + 1
+    has read step n, so nobody writes a buffer that a slow peer still reads.
+    """
+
+    capacity_floats: int
+    parity: int  #: 0 or 1, of the buffers that the next `run` publishes
+
+    def send_buffer(self, parity: int) -> FloatArray:
+        """This rank's own buffer, f32[capacity_floats]."""
+        ...
+
+    def sources(self, parity: int) -> list[FloatArray]:
+        """One f32[capacity_floats] per tp rank, in rank order; bind ops to them at set-up.
+
+        Of a `root_only` exchange they hold data on tp rank 0 alone.
+        """
+        ...
+
+    def run(self, num_floats: int, wire_floats: int) -> None:
+        """Publish the first `num_floats` of mine and wait for the peers; then flip `parity`.
+
+        `wire_floats` is the padded size, equal on all ranks, num_floats <= wire_floats <=
+        capacity. Counted per rank: wire_floats * 4 * (tp - 1) bytes in tp - 1 messages; of a
+        `root_only` exchange num_floats * 4 in one message on every rank but the root.
+
+        Raises: PeerLost if a peer misses the deadline, EpochAborted.
+        """
+        ...
+
+
+class Comm(Protocol):
+    """One rank's wires. Kinds: Solo, Shm (processes or threads of one host), Torch."""
+
+    kind: CommKind
+    rank: int
+    world: int
+    stage: int
+    tp_rank: int
+    tp: int
+    pp: int
+    counters: Counters
+
+    def exchange(self, name: str) -> Exchange:
+        """The exchange of that name in WireSizes; always the same object."""
+        ...
+
+    def send(self, values: FloatArray) -> None:
+        """To the next stage, same tp_rank; C-contiguous, at most `hop_floats` floats."""
+        ...
+
+    def receive(self, into: FloatArray) -> None:
+        """From the previous stage; `into` must have the size that was sent."""
+        ...
+
+    def close(self) -> None:
+        """Let go of buffers and sockets."""
+        ...
+
+
+def check_floats(num_floats: int, wire_floats: int, capacity_floats: int) -> None:
+    """Raises: ValueError unless 0 <= num_floats <= wire_floats <= capacity_floats."""
+    if not 0 <= num_floats <= wire_floats <= capacity_floats:
+        raise ValueError(
+            f"num_floats {num_floats} <= wire_floats {wire_floats} <= capacity {capacity_floats}"
+            " does not hold"
+        )
+
+
+def late_peer(*, waiting: int, late: int, deadline_s: float, what: str) -> PeerLost:
+    """The exception of a rank that waited too long; `late` is a global rank."""
+    return PeerLost(f"rank {waiting} waited {deadline_s:g} s for rank {late} in {what}", rank=late)
+
+
+def flat_floats(values: FloatArray, limit: int) -> NDArray[Any]:
+    """A one-dimensional view of `values`. Raises: ValueError if not flat, f32 or too large."""
+    if values.dtype != np.float32 or not values.flags.c_contiguous:
+        raise ValueError(f"need C-contiguous float32, got {values.dtype}")
+    if values.size > limit:
+        raise ValueError(f"{values.size} floats do not fit a hop of {limit}")
+    return values.reshape(-1)

@@ -1,0 +1,456 @@
+"""Frames from the front to every rank, results and status back, over the epoch's mapping.
+
+A frame has a fixed header (magic, checksum, epoch, sequence, counts), then rows, page updates
+and a note of opaque bytes. Each slot is written again only after all ranks have copied it out
+and the front has read its result. A frame of another epoch is dropped and counted; a damaged
+one ends the epoch. Knows nothing of models: what a row's flags mean is the worker's concern.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.comm.base import WIRE_KINDS, Counters, EpochAborted, FloatArray, WireKind
+from anyshard.comm.region import (
+    CHANNEL_ACK,
+    CHANNEL_FRAME,
+    CHANNEL_RESULT,
+    FAILURE_BYTES,
+    FRAME_HEADER,
+    PAGE,
+    RESULT_HEADER,
+    ROW,
+    STATUS,
+    ControlSizes,
+    EpochRegion,
+)
+from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP
+from anyshard.errors import AnyshardError, PeerLost
+
+if TYPE_CHECKING:
+    from anyshard.comm.signals import Waiter
+
+__all__ = [
+    "PAGE",
+    "ROW",
+    "ControlSizes",
+    "Frame",
+    "FrontControl",
+    "RankControl",
+    "RankStatus",
+    "Result",
+    "StatusView",
+]
+
+Int32Array = NDArray[np.int32]
+
+FRAME_MAGIC = 0x31534E41  # "ANS1"
+_BODY = 64  # byte offset of rows in a frame slot, of tokens in a result slot
+_SLICE_S = 0.02  # the front looks at its launcher this often while it waits
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One step's work, copied out of the mapping; arrays are reused by the next frame.
+
+    rows: ROW[n], pages: PAGE[m].
+    """
+
+    sequence: int
+    rows: NDArray[Any]
+    pages: NDArray[Any]
+    note: bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the sampler made of a frame: tokens int32[n], faults int32[n] (0 is fine), logits
+    f32[k, vocab] or None."""
+
+    sequence: int
+    tokens: Int32Array
+    faults: Int32Array
+    logits: FloatArray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusView:
+    """A rank's status at one moment; `fault_op` and `fault_layer` are -1 without a fault."""
+
+    rank: int
+    operations: int
+    frames: int
+    dropped_frames: int
+    weight_bytes: int
+    kv_bytes: int
+    wire_bytes: dict[WireKind, int]
+    wire_messages: dict[WireKind, int]
+    fault_op: int
+    fault_layer: int
+
+
+class RankStatus:
+    """A rank's own status record; the only writer."""
+
+    def __init__(self, region: EpochRegion, rank: int) -> None:
+        self._record = region.status(rank)
+        at = region.layout.status_offset + rank * STATUS.itemsize  # "operations" comes first
+        self._operations_word = memoryview(region.memory)[at : at + 8].cast("Q")
+        self._operations = 0
+        self._record["fault_op"] = self._record["fault_layer"] = self._record["blamed"] = -1
+
+    def beat(self) -> None:
+        """One more op done; the front's deadline starts anew."""
+        self._operations += 1
+        self._operations_word[0] = self._operations
+
+    def set(self, *, weight_bytes: int, kv_bytes: int) -> None:
+        """Memory this rank uses, bytes."""
+        self._record["weight_bytes"] = weight_bytes
+        self._record["kv_bytes"] = kv_bytes
+
+    def fault(self, *, op_index: int, layer: int) -> None:
+        """The first op of the program that found a non-finite value; later ones are ignored."""
+        if self._record["fault_op"][0] < 0:
+            self._record["fault_op"] = op_index
+            self._record["fault_layer"] = layer
+
+    def report(self, counters: Counters) -> None:
+        """Copy the wire counters out; call once a step."""
+        self._record["wire_bytes"][0] = [counters.bytes[kind] for kind in WIRE_KINDS]
+        self._record["wire_messages"][0] = [counters.messages[kind] for kind in WIRE_KINDS]
+
+    def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
+        """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""
+        self._record["failure"] = message.encode("utf-8", "replace")[:FAILURE_BYTES]
+        self._record["exit_code"] = exit_code
+        self._record["blamed"] = blamed
+
+
+def failure_of(region: EpochRegion, rank: int) -> tuple[str, int, int] | None:
+    """(message, blamed rank, exit code) that `rank` left behind, or None."""
+    record = region.status(rank)
+    message = bytes(record["failure"][0]).decode("utf-8", "ignore")
+    if not message:
+        return None
+    return message, int(record["blamed"][0]), int(record["exit_code"][0])
+
+
+def _checksum(epoch: int, sequence: int, parts: tuple[Any, ...]) -> int:
+    crc = zlib.crc32(b"%d %d" % (epoch, sequence))
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+class RankControl:
+    """The control channel as one rank sees it."""
+
+    def __init__(self, region: EpochRegion, *, rank: int) -> None:
+        sizes = region.sizes.control
+        layout = region.layout
+        self.status = RankStatus(region, rank)
+        self._region = region
+        self._sizes = sizes
+        self._signals = region.signals(rank)
+        self._frames: Waiter = self._signals.waiter(
+            CHANNEL_FRAME, receivers=(), senders=[region.front], spin_us=0
+        )
+        self._record = region.status(rank)
+        self._rank = rank
+        self._sequence = 0
+        self._rows = np.zeros(sizes.rows_max, ROW)
+        self._pages = np.zeros(sizes.pages_max, PAGE)
+        self._slots = [
+            layout.frame_offset + slot * layout.frame_bytes for slot in range(sizes.frame_slots)
+        ]
+        self._shared_rows = [region.array(ROW, sizes.rows_max, at + _BODY) for at in self._slots]
+        pages_at = _BODY + sizes.rows_max * ROW.itemsize
+        self._shared_pages = [
+            region.array(PAGE, sizes.pages_max, at + pages_at) for at in self._slots
+        ]
+        self._note_at = pages_at + sizes.pages_max * PAGE.itemsize
+        self._results = [_ResultSlot(region, slot) for slot in range(sizes.frame_slots)]
+
+    def next_frame(self, deadline_s: float | None = None) -> Frame | None:
+        """Wait for the next frame and copy it out; None when the front says stop.
+
+        Raises: AnyshardError for a damaged frame, with both checksums; PeerLost when
+        `deadline_s` passes; EpochAborted.
+        """
+        timeout_us = -1 if deadline_s is None else round(deadline_s * 1e6)
+        while True:
+            sequence = self._sequence + 1
+            status = self._frames.wait(sequence % WRAP, timeout_us)
+            if status == ABORTED:
+                raise EpochAborted(f"rank {self._rank}: the epoch ended while waiting for a frame")
+            if status == LATE:
+                raise PeerLost(f"rank {self._rank} waited {deadline_s:g} s for a frame")
+            if self._region.leave_after(sequence):
+                return None
+            frame = self._copy_out(sequence)
+            self._sequence = sequence
+            self._signals.publish(CHANNEL_ACK, sequence % WRAP, (self._region.front,))
+            if frame is not None:
+                self._record["frames"] = sequence
+                return frame
+            self._record["dropped_frames"] += 1
+
+    def _copy_out(self, sequence: int) -> Frame | None:
+        slot = sequence % self._sizes.frame_slots
+        at = self._slots[slot]
+        magic, crc, epoch, found, num_rows, num_pages, num_note = FRAME_HEADER.unpack_from(
+            self._region.memory, at
+        )
+        if magic == FRAME_MAGIC and epoch != self._region.epoch:
+            return None
+        sizes = self._sizes
+        if (
+            magic != FRAME_MAGIC
+            or found != sequence % WRAP
+            or num_rows > sizes.rows_max
+            or num_pages > sizes.pages_max
+            or num_note > sizes.note_bytes
+        ):
+            raise AnyshardError(
+                f"damaged frame header: magic {magic:#x} (want {FRAME_MAGIC:#x}), sequence {found}"
+                f" (want {sequence}), {num_rows} rows of {sizes.rows_max}, {num_pages} pages of"
+                f" {sizes.pages_max}, note {num_note} of {sizes.note_bytes} bytes"
+            )
+        rows = self._rows[:num_rows]
+        rows[:] = self._shared_rows[slot][:num_rows]
+        pages = self._pages[:num_pages]
+        pages[:] = self._shared_pages[slot][:num_pages]
+        note = self._region.memory[at + self._note_at : at + self._note_at + num_note]
+        have = _checksum(epoch, sequence, (rows, pages, note))
+        if have != crc:
+            raise AnyshardError(
+                f"damaged frame {sequence}: checksum {have:#010x}, its header says {crc:#010x}"
+            )
+        return Frame(sequence, rows, pages, note)
+
+    def post_result(
+        self,
+        sequence: int,
+        tokens: Int32Array,
+        faults: Int32Array,
+        logits: FloatArray | None = None,
+    ) -> None:
+        """Hand the front the result of frame `sequence`; by the sampler, once a frame.
+
+        tokens and faults int32[n], n <= rows_max; logits f32[k, vocab], k <= logit_rows.
+        """
+        self._results[sequence % self._sizes.frame_slots].write(sequence, tokens, faults, logits)
+        self._signals.publish(CHANNEL_RESULT, sequence % WRAP, (self._region.front,))
+
+
+class _ResultSlot:
+    def __init__(self, region: EpochRegion, slot: int) -> None:
+        sizes = region.sizes.control
+        self._at = region.layout.result_offset + slot * region.layout.result_bytes
+        self._memory = region.memory
+        at = self._at + _BODY
+        self._tokens = region.array(np.int32, sizes.rows_max, at)
+        self._faults = region.array(np.int32, sizes.rows_max, at + sizes.rows_max * 4)
+        logits = region.array(np.float32, sizes.logit_rows * sizes.vocab, at + sizes.rows_max * 8)
+        self._logits = logits.reshape(sizes.logit_rows, sizes.vocab)
+
+    def write(
+        self,
+        sequence: int,
+        tokens: Int32Array,
+        faults: Int32Array,
+        logits: FloatArray | None,
+    ) -> None:
+        num_logits = 0 if logits is None else len(logits)
+        if len(faults) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens but {len(faults)} faults")
+        self._tokens[: len(tokens)] = tokens
+        self._faults[: len(faults)] = faults
+        if logits is not None:
+            self._logits[:num_logits] = logits
+        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, len(tokens), num_logits, 0)
+
+    def read(self, sequence: int) -> Result:
+        found, num_rows, num_logits, _ = RESULT_HEADER.unpack_from(self._memory, self._at)
+        if found != sequence % WRAP:
+            raise AnyshardError(f"result slot holds sequence {found}, want {sequence}")
+        return Result(
+            sequence,
+            self._tokens[:num_rows].copy(),
+            self._faults[:num_rows].copy(),
+            self._logits[:num_logits].copy() if num_logits else None,
+        )
+
+
+class FrontControl:
+    """The control channel as the front sees it; `poll` raises when the rank group is lost."""
+
+    def __init__(
+        self,
+        region: EpochRegion,
+        *,
+        poll: Callable[[], None],
+        deadline_s: float,
+    ) -> None:
+        self.epoch = region.epoch
+        self.sequence = 0
+        self._region = region
+        self._sizes = region.sizes.control
+        self._poll = poll
+        self._deadline_s = deadline_s
+        self._signals = region.signals(region.front)
+        self._ranks = list(range(region.sizes.wires.world))
+        self._results: Waiter = self._signals.waiter(
+            CHANNEL_RESULT, receivers=(), senders=[region.sampler], spin_us=0
+        )
+        self._acks: Waiter = self._signals.waiter(
+            CHANNEL_ACK, receivers=(), senders=self._ranks, spin_us=0
+        )
+        self._records = [region.status(rank) for rank in self._ranks]
+        self._read = 0
+        self._result_slots = [_ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
+
+    def send_frame(
+        self,
+        rows: NDArray[Any],
+        pages: NDArray[Any] | None = None,
+        note: bytes = b"",
+    ) -> int:
+        """Give every rank the next frame and return its sequence number, from 1.
+
+        At most `frame_slots` frames may be without a read result. Raises: ValueError over a
+        bound, PeerLost.
+        """
+        sizes = self._sizes
+        pages = np.zeros(0, PAGE) if pages is None else pages
+        if len(rows) > sizes.rows_max or len(pages) > sizes.pages_max:
+            raise ValueError(
+                f"{len(rows)} rows of {sizes.rows_max}, {len(pages)} pages of {sizes.pages_max}"
+            )
+        if len(note) > sizes.note_bytes:
+            raise ValueError(f"a note of {len(note)} bytes, the limit is {sizes.note_bytes}")
+        sequence = self.sequence + 1
+        if sequence - self._read > sizes.frame_slots:
+            raise ValueError(
+                f"{sequence - 1 - self._read} results are unread, the limit is {sizes.frame_slots}"
+            )
+        if sequence > sizes.frame_slots:
+            self._wait(self._acks, sequence - sizes.frame_slots, self._deadline_s, "taking a frame")
+        self._write(
+            sequence, np.ascontiguousarray(rows, ROW), np.ascontiguousarray(pages, PAGE), note
+        )
+        self.sequence = sequence
+        self._signals.publish(CHANNEL_FRAME, sequence % WRAP, self._ranks)
+        return sequence
+
+    def _write(self, sequence: int, rows: NDArray[Any], pages: NDArray[Any], note: bytes) -> None:
+        sizes, layout, memory = self._sizes, self._region.layout, self._region.memory
+        at = layout.frame_offset + (sequence % sizes.frame_slots) * layout.frame_bytes
+        crc = _checksum(self.epoch, sequence, (rows, pages, note))
+        FRAME_HEADER.pack_into(
+            memory,
+            at,
+            FRAME_MAGIC,
+            crc,
+            self.epoch,
+            sequence % WRAP,
+            len(rows),
+            len(pages),
+            len(note),
+        )
+        rows_at = at + _BODY
+        memory[rows_at : rows_at + rows.nbytes] = rows.tobytes()
+        pages_at = rows_at + sizes.rows_max * ROW.itemsize
+        memory[pages_at : pages_at + pages.nbytes] = pages.tobytes()
+        note_at = pages_at + sizes.pages_max * PAGE.itemsize
+        memory[note_at : note_at + len(note)] = note
+
+    def wait_result(
+        self,
+        sequence: int,
+        *,
+        deadline_s: float | None = None,
+        poll: Callable[[], None] | None = None,
+    ) -> Result:
+        """The result of frame `sequence`; ask for them in order.
+
+        The deadline (default: one second more than the ranks' own, so that they can say who is
+        late) counts from the last heartbeat of any rank.
+
+        Raises: PeerLost, or whatever `poll` raises (default: the rank group's poll).
+        """
+        if sequence != self._read + 1 or sequence > self.sequence:
+            raise ValueError(
+                f"result {sequence} asked for, {self._read} read and {self.sequence} sent"
+            )
+        self._wait(self._results, sequence, deadline_s, "a result", poll)
+        self._read = sequence
+        return self._result_slots[sequence % self._sizes.frame_slots].read(sequence)
+
+    def _wait(
+        self,
+        waiter: Waiter,
+        sequence: int,
+        deadline_s: float | None,
+        what: str,
+        poll: Callable[[], None] | None = None,
+    ) -> None:
+        deadline_s = self._deadline_s + 1.0 if deadline_s is None else deadline_s
+        started = time.monotonic()
+        beats = -1
+        while True:
+            status = waiter.wait(sequence % WRAP, round(_SLICE_S * 1e6))
+            if status == REACHED:
+                return
+            (poll or self._poll)()
+            if status == ABORTED:
+                raise PeerLost("the rank group has ended")
+            now_beats = sum(int(record["operations"][0]) for record in self._records)
+            if now_beats != beats:
+                beats, started = now_beats, time.monotonic()
+            elif time.monotonic() - started > deadline_s:
+                raise PeerLost(
+                    f"no rank has made progress for {deadline_s:g} s while the front waits for"
+                    f" {what} (number {sequence})"
+                )
+
+    def statuses(self) -> list[StatusView]:
+        """Every rank's status as it stands now, in rank order."""
+        views = []
+        for rank, record in enumerate(self._records):
+            names = (
+                "operations",
+                "frames",
+                "dropped_frames",
+                "weight_bytes",
+                "kv_bytes",
+                "fault_op",
+                "fault_layer",
+            )
+            counts = {name: int(record[name][0]) for name in names}
+            kinds = zip(
+                WIRE_KINDS, record["wire_bytes"][0], record["wire_messages"][0], strict=True
+            )
+            wires = [(kind, int(sent), int(messages)) for kind, sent, messages in kinds]
+            views.append(
+                StatusView(
+                    rank=rank,
+                    wire_bytes={kind: sent for kind, sent, _ in wires},
+                    wire_messages={kind: messages for kind, _, messages in wires},
+                    **counts,
+                )
+            )
+        return views
+
+    def send_stop(self) -> None:
+        """Ask all ranks to leave: after the frames sent so far, `next_frame` returns None."""
+        self._region.set_stopping(self.sequence)
+        self._signals.publish(CHANNEL_FRAME, (self.sequence + 1) % WRAP, self._ranks)

@@ -1,0 +1,339 @@
+"""The one shared mapping of an epoch: where every word, frame, status and buffer lies.
+
+`RegionLayout` is a pure function of the sizes, so front, launcher and ranks agree without
+talking. The mapping is a memfd (or private memory for thread ranks): it has no name and
+vanishes with the last process, whatever kills it. Pages that nobody touches cost nothing.
+
+    words | status[world] | frames[slots] | results[slots] | exchanges[pp] | hops[pp - 1][tp]
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.comm.base import HOP_DEPTH, FloatArray, WireSizes
+from anyshard.comm.signals import (
+    LINE_BYTES,
+    WRAP,
+    NativeSignals,
+    Pipes,
+    PipeSignals,
+    Signals,
+    SignalsBody,
+    native_module,
+)
+
+__all__ = [
+    "CHANNEL_ACK",
+    "CHANNEL_EXCHANGES",
+    "CHANNEL_FRAME",
+    "CHANNEL_HOP",
+    "CHANNEL_HOP_ACK",
+    "CHANNEL_RESULT",
+    "PAGE",
+    "ROW",
+    "STATUS",
+    "ControlSizes",
+    "EpochRegion",
+    "EpochSizes",
+    "RegionLayout",
+]
+
+CHANNEL_FRAME = 0  # the front: frame n stands in its slot
+CHANNEL_ACK = 1  # each rank: frame n is copied out
+CHANNEL_RESULT = 2  # the sampler: result n stands in its slot
+CHANNEL_HOP = 3  # each sender: message n stands in its ring
+CHANNEL_HOP_ACK = 4  # each receiver: message n is copied out
+CHANNEL_EXCHANGES = 5  # and one more per exchange
+
+#: One row of a frame: sequence slot, position in the sequence, token id, generation, flag bits.
+ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generation", "flags")])
+#: One page table update: page_table[slot][block] = page.
+PAGE = np.dtype([(name, "<i4") for name in ("slot", "block", "page")])
+
+FAILURE_BYTES = 512
+#: What a rank tells of itself; one writer, read by front and launcher at any time.
+STATUS = np.dtype(
+    {
+        "names": [
+            "operations",
+            "frames",
+            "dropped_frames",
+            "weight_bytes",
+            "kv_bytes",
+            "wire_bytes",
+            "wire_messages",
+            "fault_op",
+            "fault_layer",
+            "blamed",
+            "exit_code",
+            "failure",
+        ],
+        "formats": [
+            "<u8",
+            "<u8",
+            "<u8",
+            "<u8",
+            "<u8",
+            ("<u8", 4),
+            ("<u8", 4),
+            "<i4",
+            "<i4",
+            "<i4",
+            "<i4",
+            f"S{FAILURE_BYTES}",
+        ],
+        "itemsize": 1024,
+    }
+)
+
+FRAME_HEADER = struct.Struct("<IIQIIII")  # magic, crc, epoch, sequence, rows, pages, note bytes
+RESULT_HEADER = struct.Struct("<IIII")  # sequence, rows, logit rows, 0
+_HEADER_BYTES = 64
+_PAGE_BYTES = 4096
+_RING_HEADER_FLOATS = 16
+_STOPPING_WORD = 2  # in line 0: the front has asked the ranks to leave ...
+_LAST_FRAME_WORD = 3  # ... after the frame of this sequence number
+
+
+class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of frames and results.
+
+    `rows_max` rows and `pages_max` page updates a frame; `note_bytes` of opaque bytes travel
+    along; `logit_rows` rows of `vocab` floats a result; at most `frame_slots` frames in flight.
+    """
+
+    rows_max: int
+    pages_max: int
+    note_bytes: int = 4096
+    logit_rows: int = 0
+    vocab: int = 0
+    frame_slots: int = 2
+
+
+class EpochSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is allocated for an epoch.
+
+    `spin_us`: how long a waiting rank spins before it sleeps; keep 0 when ranks times threads
+    exceed the cores. `signals`: "auto" takes the native body where it is compiled.
+    """
+
+    wires: WireSizes
+    control: ControlSizes
+    spin_us: int = 0
+    signals: Literal["auto", "native", "pipes"] = "auto"
+
+    def signals_body(self) -> SignalsBody:
+        """Which body runs. Raises: ValueError if "native" is asked for and not compiled."""
+        have = native_module() is not None
+        if self.signals == "native" and not have:
+            raise ValueError('signals="native" needs the compiled anyshard._native; use "auto"')
+        return "native" if have and self.signals != "pipes" else "pipes"
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Byte offsets; see the module's first lines for the order."""
+
+    num_members: int
+    words_bytes: int
+    status_offset: int
+    frame_offset: int
+    frame_bytes: int
+    result_offset: int
+    result_bytes: int
+    exchange_offsets: tuple[int, ...]
+    stage_offset: int
+    stage_bytes: int
+    hop_offset: int
+    hop_bytes: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, sizes: EpochSizes) -> RegionLayout:
+        """Lay out `sizes`. Raises: ValueError for a size below its minimum."""
+        wires, control = sizes.wires, sizes.control
+        if min(wires.tp, wires.pp, control.rows_max, control.frame_slots) < 1:
+            raise ValueError("tp, pp, rows_max and frame_slots start at 1")
+        num_members = wires.world + 1
+        num_channels = CHANNEL_EXCHANGES + len(wires.exchanges)
+        words_bytes = _up((1 + num_channels * num_members) * LINE_BYTES, _PAGE_BYTES)
+        status_offset = words_bytes
+        frame_offset = _up(status_offset + wires.world * STATUS.itemsize, _PAGE_BYTES)
+        frame_bytes = _up(
+            _HEADER_BYTES
+            + control.rows_max * ROW.itemsize
+            + control.pages_max * PAGE.itemsize
+            + control.note_bytes,
+            LINE_BYTES,
+        )
+        result_offset = _up(frame_offset + control.frame_slots * frame_bytes, _PAGE_BYTES)
+        result_bytes = _up(
+            _HEADER_BYTES + control.rows_max * 8 + control.logit_rows * control.vocab * 4,
+            LINE_BYTES,
+        )
+        stage_offset = _up(result_offset + control.frame_slots * result_bytes, _PAGE_BYTES)
+        offset = 0
+        exchange_offsets = []
+        for spec in wires.exchanges:
+            exchange_offsets.append(offset)
+            offset += 2 * wires.tp * _up(spec.capacity_floats * 4, LINE_BYTES)
+        stage_bytes = _up(offset, _PAGE_BYTES)
+        hop_offset = stage_offset + wires.pp * stage_bytes
+        hop_bytes = _up((_RING_HEADER_FLOATS + wires.hop_floats) * 4, LINE_BYTES)
+        return cls(
+            num_members=num_members,
+            words_bytes=words_bytes,
+            status_offset=status_offset,
+            frame_offset=frame_offset,
+            frame_bytes=frame_bytes,
+            result_offset=result_offset,
+            result_bytes=result_bytes,
+            exchange_offsets=tuple(exchange_offsets),
+            stage_offset=stage_offset,
+            stage_bytes=stage_bytes,
+            hop_offset=hop_offset,
+            hop_bytes=hop_bytes,
+            total_bytes=hop_offset + (wires.pp - 1) * wires.tp * HOP_DEPTH * hop_bytes,
+        )
+
+
+class EpochRegion:
+    """The mapping of one epoch in one process, and the descriptors that others need to map it."""
+
+    def __init__(
+        self,
+        sizes: EpochSizes,
+        epoch: int,
+        *,
+        descriptor: int,
+        store_fd: int,
+        pipes: Pipes | None,
+    ) -> None:
+        self.sizes = sizes
+        self.epoch = epoch
+        self.layout = RegionLayout.of(sizes)
+        self.descriptor = descriptor  # -1: private memory, threads only
+        self.store_fd = store_fd  # an empty memfd for the FileStore of comm/torch.py; -1: none
+        self._pipes = pipes
+        self.memory = mmap.mmap(descriptor, self.layout.total_bytes)
+        self._words = np.frombuffer(self.memory, np.uint32, self.layout.words_bytes // 4)
+
+    @classmethod
+    def create(cls, sizes: EpochSizes, epoch: int, *, shared: bool) -> EpochRegion:
+        """A zeroed region: a memfd to fork with, or private memory for threads.
+
+        Raises: OSError if the memory cannot be had; ValueError from RegionLayout.
+        """
+        layout = RegionLayout.of(sizes)
+        body = sizes.signals_body()
+        descriptor = store_fd = -1
+        if shared:
+            descriptor = os.memfd_create(f"anyshard-epoch-{epoch}")
+            os.ftruncate(descriptor, layout.total_bytes)
+            store_fd = os.memfd_create(f"anyshard-store-{epoch}")
+        pipes = Pipes.create(layout.num_members) if body == "pipes" else None
+        return cls(sizes, epoch, descriptor=descriptor, store_fd=store_fd, pipes=pipes)
+
+    def front_fds(self) -> list[int]:
+        """What the front needs, for SCM_RIGHTS: the memfd, then its inbox and all others."""
+        descriptors = [self.descriptor]
+        if self._pipes is not None:
+            descriptors.append(self._pipes.inboxes[-1][0])
+            descriptors.extend(write_fd for _, write_fd in self._pipes.inboxes)
+        return descriptors
+
+    @classmethod
+    def attach(cls, sizes: EpochSizes, epoch: int, descriptors: list[int]) -> EpochRegion:
+        """Map a region from `front_fds`; takes over the descriptors."""
+        pipes = None
+        if len(descriptors) > 1:
+            inboxes = [(-1, write_fd) for write_fd in descriptors[2:]]
+            inboxes[-1] = (descriptors[1], descriptors[-1])
+            pipes = Pipes(inboxes)
+        return cls(sizes, epoch, descriptor=descriptors[0], store_fd=-1, pipes=pipes)
+
+    @property
+    def front(self) -> int:
+        """Member number of the front."""
+        return self.sizes.wires.world
+
+    @property
+    def sampler(self) -> int:
+        """The rank that posts results: tp rank 0 of the last stage."""
+        return self.sizes.wires.world - self.sizes.wires.tp
+
+    def signals(self, member: int) -> Signals:
+        """The signals as `member` sees them."""
+        if self._pipes is not None:
+            return PipeSignals(self._pipes, member=member)
+        return NativeSignals(self._words, member=member, num_members=self.layout.num_members)
+
+    @property
+    def stopping(self) -> bool:
+        """True once the front has asked the ranks to leave."""
+        return bool(self._words[_STOPPING_WORD])
+
+    def leave_after(self, sequence: int) -> bool:
+        """True if no frame `sequence` will come because the front has asked the ranks to leave."""
+        return self.stopping and sequence % WRAP == (int(self._words[_LAST_FRAME_WORD]) + 1) % WRAP
+
+    def set_stopping(self, last_sequence: int) -> None:
+        """Ask the ranks to leave after `last_sequence`; then publish the number after it."""
+        self._words[_LAST_FRAME_WORD] = last_sequence % WRAP
+        self._words[_STOPPING_WORD] = 1
+
+    def array(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+        """A view of the mapping."""
+        return np.frombuffer(self.memory, dtype, count, offset)
+
+    def status(self, rank: int) -> NDArray[Any]:
+        """STATUS[1] of one rank."""
+        return self.array(STATUS, 1, self.layout.status_offset + rank * STATUS.itemsize)
+
+    def exchange_buffers(self, stage: int, index: int) -> list[list[FloatArray]]:
+        """buffers[parity][tp_rank], f32[capacity], of exchange `index` in `stage`."""
+        wires, layout = self.sizes.wires, self.layout
+        capacity = wires.exchanges[index].capacity_floats
+        stride = _up(capacity * 4, LINE_BYTES)
+        base = layout.stage_offset + stage * layout.stage_bytes + layout.exchange_offsets[index]
+        return [
+            [
+                self.array(np.float32, capacity, base + (parity * wires.tp + tp_rank) * stride)
+                for tp_rank in range(wires.tp)
+            ]
+            for parity in range(2)
+        ]
+
+    def hop_ring(self, sender: int) -> list[tuple[NDArray[np.int32], FloatArray]]:
+        """HOP_DEPTH entries (size int32[1], values f32[hop_floats]) that rank `sender` fills."""
+        entries: list[tuple[NDArray[np.int32], FloatArray]] = []
+        for index in range(HOP_DEPTH):
+            offset = self.layout.hop_offset + (sender * HOP_DEPTH + index) * self.layout.hop_bytes
+            size = self.array(np.int32, 1, offset)
+            values = self.array(
+                np.float32, self.sizes.wires.hop_floats, offset + _RING_HEADER_FLOATS * 4
+            )
+            entries.append((size, values))
+        return entries
+
+    def close_descriptors(self) -> None:
+        """Close this process's descriptors; the mapping lives until its last view goes."""
+        for descriptor in (self.descriptor, self.store_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptor = self.store_fd = -1
+        if self._pipes is not None:
+            self._pipes.close()

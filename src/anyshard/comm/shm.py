@@ -1,0 +1,209 @@
+"""The Comm within one host: exchanges read in place from the epoch's shared mapping.
+
+The same class serves forked ranks (kind "shm") and threads of one process (kind "threads").
+A rank that has published step n + 1 of an exchange has finished reading step n: two buffers a
+rank are enough, and nothing is copied. Hops are a ring of HOP_DEPTH messages with acks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anyshard.comm.base import (
+    HOP_DEPTH,
+    CommKind,
+    Counters,
+    EpochAborted,
+    FloatArray,
+    check_floats,
+    flat_floats,
+    late_peer,
+)
+from anyshard.comm.region import (
+    CHANNEL_EXCHANGES,
+    CHANNEL_HOP,
+    CHANNEL_HOP_ACK,
+    EpochRegion,
+)
+from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP
+from anyshard.errors import AnyshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Shm"]
+
+
+def _raise_unreached(
+    status: int, *, senders: Sequence[int], waiting: int, deadline_s: float, what: str
+) -> None:
+    if status == ABORTED:
+        raise EpochAborted(f"rank {waiting}: the epoch ended while waiting in {what}")
+    late = senders[status - LATE]
+    raise late_peer(waiting=waiting, late=late, deadline_s=deadline_s, what=what)
+
+
+class _ShmExchange:
+    """An Exchange over the shared mapping; see comm.base.Exchange."""
+
+    def __init__(self, comm: Shm, index: int) -> None:
+        spec = comm.region.sizes.wires.exchanges[index]
+        self.capacity_floats = spec.capacity_floats
+        self.parity = 1  # step 1 is the first; parity of a step is step & 1
+        self._step = 0
+        self._comm = comm
+        self._spec = spec
+        self._buffers = comm.region.exchange_buffers(comm.stage, index)
+        group = [comm.stage * comm.tp + tp_rank for tp_rank in range(comm.tp)]
+        peers = [rank for rank in group if rank != comm.rank]
+        if spec.root_only and comm.tp_rank != 0:
+            # The root has entered run(n) only after it has read n - 1: wait for that, then the
+            # caller may overwrite n - 1.
+            peers = group[:1]
+        self._peers = peers
+        self._waiter = comm.signals.waiter(
+            CHANNEL_EXCHANGES + index,
+            receivers=peers,
+            senders=peers,
+            spin_us=comm.region.sizes.spin_us,
+        )
+        self._timeout_us = round(comm.deadline_s * 1e6)
+        self._sends = 0 if spec.root_only and comm.tp_rank == 0 else len(peers)
+
+    def send_buffer(self, parity: int) -> FloatArray:
+        """This rank's buffer of that parity, in the shared mapping."""
+        return self._buffers[parity][self._comm.tp_rank]
+
+    def sources(self, parity: int) -> list[FloatArray]:
+        """All ranks' buffers of that parity, in place."""
+        return self._buffers[parity]
+
+    def run(self, num_floats: int, wire_floats: int) -> None:
+        """Publish mine and wait for the peers; see comm.base.Exchange.run."""
+        check_floats(num_floats, wire_floats, self.capacity_floats)
+        self._step = step = (self._step + 1) % WRAP
+        self.parity = (step + 1) & 1
+        if not self._peers:
+            return
+        status = self._waiter.run(step, self._timeout_us)
+        if status != REACHED:
+            _raise_unreached(
+                status,
+                senders=self._peers,
+                waiting=self._comm.rank,
+                deadline_s=self._comm.deadline_s,
+                what=f"exchange {self._spec.name!r}",
+            )
+        if self._sends:
+            self._comm.counters.add(
+                self._spec.kind,
+                num_floats=num_floats if self._spec.root_only else wire_floats,
+                num_messages=self._sends,
+            )
+
+
+class Shm:
+    """Ranks that share one mapping; `rank` must be one of the layout's."""
+
+    def __init__(
+        self, region: EpochRegion, *, rank: int, deadline_s: float, kind: CommKind = "shm"
+    ) -> None:
+        wires = region.sizes.wires
+        if not 0 <= rank < wires.world:
+            raise ValueError(f"rank {rank} of {wires.world}")
+        self.kind: CommKind = kind
+        self.region = region
+        self.signals = region.signals(rank)
+        self.deadline_s = deadline_s
+        self.rank = rank
+        self.world = wires.world
+        self.stage, self.tp_rank = divmod(rank, wires.tp)
+        self.tp = wires.tp
+        self.pp = wires.pp
+        self.counters = Counters()
+        self._exchanges = {
+            spec.name: _ShmExchange(self, index) for index, spec in enumerate(wires.exchanges)
+        }
+        self._bind_hops()
+
+    def _bind_hops(self) -> None:
+        spin_us = self.region.sizes.spin_us
+        self._next = self.rank + self.tp
+        self._previous = self.rank - self.tp
+        self._sent = self._received = 0
+        if self.stage + 1 < self.pp:
+            self._out_ring = self.region.hop_ring(self.rank)
+            self._acks = self.signals.waiter(
+                CHANNEL_HOP_ACK, receivers=(), senders=[self._next], spin_us=spin_us
+            )
+        if self.stage > 0:
+            self._in_ring = self.region.hop_ring(self._previous)
+            self._hops = self.signals.waiter(
+                CHANNEL_HOP, receivers=(), senders=[self._previous], spin_us=spin_us
+            )
+
+    def exchange(self, name: str) -> _ShmExchange:
+        """The exchange of that name. Raises: ValueError naming those that exist."""
+        self.region.sizes.wires.exchange_index(name)
+        return self._exchanges[name]
+
+    def send(self, values: FloatArray) -> None:
+        """Copy `values` into the ring; waits while the next stage is HOP_DEPTH behind.
+
+        Raises: PeerLost after deadline_s for each stage that comes after, EpochAborted.
+        """
+        if self.stage + 1 >= self.pp:
+            raise ValueError(f"stage {self.stage} of {self.pp} has no next stage")
+        flat = flat_floats(values, self.region.sizes.wires.hop_floats)
+        number = self._sent + 1
+        if number > HOP_DEPTH:
+            # A later stage may rightly wait for its own successors, each with its own deadline.
+            deadline_s = self.deadline_s * (self.pp - 1 - self.stage)
+            status = self._acks.wait((number - HOP_DEPTH) % WRAP, round(deadline_s * 1e6))
+            if status != REACHED:
+                _raise_unreached(
+                    status,
+                    senders=(self._next,),
+                    waiting=self.rank,
+                    deadline_s=deadline_s,
+                    what="a hop to the next stage",
+                )
+        size, ring = self._out_ring[number % HOP_DEPTH]
+        ring[: flat.size] = flat
+        size[0] = flat.size
+        self._sent = number
+        self.signals.publish(CHANNEL_HOP, number % WRAP, (self._next,))
+        self.counters.add("hop", num_floats=flat.size, num_messages=1)
+
+    def receive(self, into: FloatArray) -> None:
+        """Copy the previous stage's next message into `into`.
+
+        Raises: PeerLost after deadline_s for each stage before, EpochAborted; AnyshardError
+        when the sizes differ, with both.
+        """
+        if self.stage == 0:
+            raise ValueError("stage 0 has no previous stage")
+        flat = flat_floats(into, self.region.sizes.wires.hop_floats)
+        number = self._received + 1
+        deadline_s = self.deadline_s * self.stage
+        status = self._hops.wait(number % WRAP, round(deadline_s * 1e6))
+        if status != REACHED:
+            _raise_unreached(
+                status,
+                senders=(self._previous,),
+                waiting=self.rank,
+                deadline_s=deadline_s,
+                what="a hop from the previous stage",
+            )
+        size, ring = self._in_ring[number % HOP_DEPTH]
+        if int(size[0]) != flat.size:
+            raise AnyshardError(
+                f"rank {self.rank} expects a hop of {flat.size} floats, rank {self._previous}"
+                f" sent {int(size[0])}"
+            )
+        flat[:] = ring[: flat.size]
+        self._received = number
+        self.signals.publish(CHANNEL_HOP_ACK, number % WRAP, (self._previous,))
+
+    def close(self) -> None:
+        """Nothing of its own; the region belongs to the launcher."""

@@ -1,0 +1,60 @@
+"""The Comm of a single rank: every exchange returns its own buffer, no byte leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anyshard.comm.base import CommKind, Counters, FloatArray, WireSizes, check_floats
+
+__all__ = ["Solo"]
+
+
+class _OwnBuffer:
+    """An Exchange with one participant; both parities are the same buffer."""
+
+    def __init__(self, capacity_floats: int) -> None:
+        self.capacity_floats = capacity_floats
+        self.parity = 0
+        self._buffer: FloatArray = np.zeros(capacity_floats, np.float32)
+
+    def send_buffer(self, parity: int) -> FloatArray:
+        """The only buffer."""
+        return self._buffer
+
+    def sources(self, parity: int) -> list[FloatArray]:
+        """The only buffer, as a list of one."""
+        return [self._buffer]
+
+    def run(self, num_floats: int, wire_floats: int) -> None:
+        """Check the sizes and flip the parity."""
+        check_floats(num_floats, wire_floats, self.capacity_floats)
+        self.parity ^= 1
+
+
+class Solo:
+    """World of one: tp == pp == 1."""
+
+    kind: CommKind = "solo"
+
+    def __init__(self, sizes: WireSizes) -> None:
+        if sizes.world != 1:
+            raise ValueError(f"Solo has one rank, the layout has {sizes.tp} x {sizes.pp}")
+        self.rank = self.stage = self.tp_rank = 0
+        self.world = self.tp = self.pp = 1
+        self.counters = Counters()
+        self._exchanges = {spec.name: _OwnBuffer(spec.capacity_floats) for spec in sizes.exchanges}
+
+    def exchange(self, name: str) -> _OwnBuffer:
+        """The exchange of that name."""
+        return self._exchanges[name]
+
+    def send(self, values: FloatArray) -> None:
+        """There is no next stage. Raises: ValueError always."""
+        raise ValueError("a single rank has no next stage")
+
+    def receive(self, into: FloatArray) -> None:
+        """There is no previous stage. Raises: ValueError always."""
+        raise ValueError("a single rank has no previous stage")
+
+    def close(self) -> None:
+        """Nothing to let go of."""
