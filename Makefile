@@ -11,9 +11,7 @@ SOURCES := $(wildcard src/anyshard/_native/*.*)
 BUILT_FROM := pyproject.toml constraints.txt src/anyshard/ops/coefficients.py \
 	$(wildcard CMakeLists.txt cmake/*) $(SOURCES)
 
-# Where the native kernels can be built (1), an error in the C++ stops the build; elsewhere (0)
-# the package installs as pure Python and says so.
-NATIVE = ANYSHARD_NATIVE_REQUIRED=$${ANYSHARD_NATIVE_REQUIRED:-$$($(BIN)/python scripts/native_body.py --build)}
+NATIVE := $(BIN)/python scripts/native.py
 
 .PHONY: help demo setup check test test-all bench format clean distclean
 .NOTPARALLEL:
@@ -64,14 +62,14 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created $(BUILT_FROM)
 	@echo "building and installing anyshard"
-	@$(NATIVE) $(BIN)/$(INSTALL) --no-build-isolation --editable .
-	@$(BIN)/python scripts/native_body.py
+	@$(NATIVE) build $(BIN)/$(INSTALL) --no-build-isolation --editable .
+	@$(NATIVE) report
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.created $(BUILT_FROM)
 	@echo "building and installing anyshard with the developer's tools and torch"
-	@$(NATIVE) $(BIN)/$(INSTALL) --no-build-isolation --editable '.[dev,torch]'
-	@$(BIN)/python scripts/native_body.py
+	@$(NATIVE) build $(BIN)/$(INSTALL) --no-build-isolation --editable '.[dev,torch]'
+	@$(NATIVE) report
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.model: $(VENV)/.created

@@ -1,0 +1,106 @@
+"""What `make` needs to know of this machine to build the native kernels.
+
+    python scripts/native.py build COMMAND...  runs a command that builds the package
+    python scripts/native.py report            prints the kernels it got, or how to get them
+
+`build` sets ANYSHARD_NATIVE_REQUIRED for the command, unless it is set: 1 where a compiler and
+Python's headers are, so that an error in the C++ stops the build; else 0, and the package installs
+as pure Python. Debian has the headers in a package of its own, which python3-venv does not bring:
+where they are missing, `build` fetches that package into the environment (apt-get download, which
+needs no root and installs nothing).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+FETCHED = Path(sys.prefix, "python-headers")
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+MISSING = """\
+anyshard is installed WITHOUT native kernels; not found when it was built: {lacking}.
+It computes the same bits with the reference bodies, many times slower.
+To build them: apt-get install g++ python3-dev (or your system's names), `make clean`, again."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler that CMake will find."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def has_headers() -> bool:
+    """Whether this Python's own headers are installed."""
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def fetched_headers() -> Path | None:
+    """The headers of Debian's package, unpacked in the environment; None if it cannot be had."""
+    include = FETCHED / "usr" / "include"
+    if (include / VERSION / "Python.h").exists():
+        return include
+    of_debian = sys.base_prefix == "/usr" and all(map(shutil.which, ("apt-get", "dpkg-deb")))
+    if not of_debian:
+        return None
+    print(f"fetching the headers of {VERSION}, which are not installed", flush=True)
+    FETCHED.mkdir(exist_ok=True)
+    sandbox = "APT::Sandbox::User=root"  # as root, apt would warn that it cannot drop to _apt here
+    fetch = ["apt-get", "-qq", "-o", sandbox, "download", f"lib{VERSION}-dev"]
+    if subprocess.run(fetch, cwd=FETCHED).returncode:
+        return None
+    for package in FETCHED.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "--extract", str(package), str(FETCHED)], check=True)
+        package.unlink()
+    return include if (include / VERSION / "Python.h").exists() else None
+
+
+def build_environment() -> dict[str, str]:
+    """What to add to the environment of the building command."""
+    if not compiler():
+        return {"ANYSHARD_NATIVE_REQUIRED": "0"}
+    if has_headers():
+        return {"ANYSHARD_NATIVE_REQUIRED": "1"}
+    include = fetched_headers()
+    if include is None:
+        return {"ANYSHARD_NATIVE_REQUIRED": "0"}
+    return {
+        "ANYSHARD_NATIVE_REQUIRED": "1",
+        "SKBUILD_CMAKE_DEFINE": f"Python_INCLUDE_DIR={include / VERSION}",
+        # pyconfig.h includes the one of the architecture by its folder below usr/include
+        "CPLUS_INCLUDE_PATH": str(include),
+        "C_INCLUDE_PATH": str(include),
+    }
+
+
+def report() -> int:
+    """Print the kernels of the installed package, or what was lacking."""
+    try:
+        # Not `import anyshard._native`: where it was not built, that finds the folder of sources.
+        from anyshard._native import available_bodies
+    except ImportError:
+        needs = {"a C++ compiler": compiler(), "Python.h": has_headers()}
+        lacking = [name for name, found in needs.items() if not found]
+        print(MISSING.format(lacking=", ".join(lacking) or "a usable compiler"), file=sys.stderr)
+        return 0
+    print(f"native kernels on {platform.machine()}:", ", ".join(available_bodies()))
+    return 0
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case ["report"]:
+            return report()
+        case ["build", *command] if command:
+            os.execvpe(command[0], command, build_environment() | dict(os.environ))
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
