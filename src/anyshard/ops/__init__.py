@@ -12,22 +12,25 @@ from typing import Any, Literal
 
 from anyshard.errors import OptionError
 
-__all__ = ["Body", "KernelChoice", "Kernels", "available_bodies", "choose_body", "load_kernels"]
+__all__ = ["Body", "KernelChoice", "Kernels", "available_bodies", "choose_body", "load_kernels", "native_module"]
 
 Body = Literal["avx2", "scalar", "reference"]
 KernelChoice = Literal["auto", "avx2", "scalar", "reference"]
 
 
-def _native() -> ModuleType | None:
+def native_module() -> ModuleType | None:
+    """The compiled module, or None where the package was built without a compiler."""
     try:
-        return importlib.import_module("anyshard._native")
+        module = importlib.import_module("anyshard._native")
     except ImportError:
         return None
+    # without the extension, the folder of its sources imports as an empty namespace
+    return module if hasattr(module, "Pool") else None
 
 
 def available_bodies() -> list[Body]:
     """Bodies that run here, best first; the reference always does."""
-    native = _native()
+    native = native_module()
     found: list[Body] = list(native.available_bodies()) if native is not None else []
     return [*found, "reference"]
 
@@ -36,7 +39,7 @@ class Kernels:
     """One body: the op classes of its module, and the pool that they share."""
 
     def __init__(self, body: Body, *, threads: int, spin: bool) -> None:
-        native = _native()
+        native = native_module()
         if body != "reference" and native is not None:
             self.module: Any = native
             self.pool: Any = native.Pool(threads, body, spin)

@@ -23,6 +23,7 @@ from anyshard.ops.exact import (
     fma32,
     halving_tree,
     linear_nodes,
+    log,
     merge_nodes,
     pow2,
     silu,
@@ -426,8 +427,6 @@ def gumbel_argmax(
 
     Source: docs/numerics.md, Sampling; Salmon et al., Parallel random numbers, 2011 (Philox).
     """
-    from anyshard.ops.exact import log
-
     words = philox_words(len(logits_V), key, position, choice, stream)
     u = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     gumbel = -log(-log(u))
@@ -440,25 +439,27 @@ def gumbel_argmax(
 def philox_words(
     count: int, key: int, position: int, choice: int, stream: int
 ) -> npt.NDArray[np.uint32]:
-    """The random word of each id 0..count-1: Philox4x32-10, word id & 3 of counter id >> 2."""
-    groups = -(-count // 4)
+    """The random word of each id 0..count-1: word id & 3 of counter (.., id >> 2, .., ..)."""
+    groups = np.arange(-(-count // 4), dtype=np.uint64)
+    counter = [np.full_like(groups, word) for word in (position, 0, choice, stream)]
+    counter[1] = groups
+    return _philox(counter, key).reshape(-1)[:count]
+
+
+def _philox(counter: Sequence[npt.NDArray[np.uint64]], key: int) -> npt.NDArray[np.uint32]:
+    """Philox4x32-10 of four counter words: [n, 4]."""
     low32 = np.uint64(0xFFFFFFFF)
-    x = [
-        np.full(groups, position, np.uint64),
-        np.arange(groups, dtype=np.uint64),
-        np.full(groups, choice, np.uint64),
-        np.full(groups, stream, np.uint64),
-    ]
+    x0, x1, x2, x3 = counter
     key0, key1 = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
     for _ in range(10):
-        product0 = x[0] * np.uint64(0xD2511F53)
-        product1 = x[2] * np.uint64(0xCD9E8D57)
-        x = [
-            (product1 >> np.uint64(32)) ^ x[1] ^ np.uint64(key0),
+        product0 = x0 * np.uint64(0xD2511F53)
+        product1 = x2 * np.uint64(0xCD9E8D57)
+        x0, x1, x2, x3 = (
+            (product1 >> np.uint64(32)) ^ x1 ^ np.uint64(key0),
             product1 & low32,
-            (product0 >> np.uint64(32)) ^ x[3] ^ np.uint64(key1),
+            (product0 >> np.uint64(32)) ^ x3 ^ np.uint64(key1),
             product0 & low32,
-        ]
+        )
         key0 = (key0 + 0x9E3779B9) & 0xFFFFFFFF
         key1 = (key1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack(x, axis=1).astype(np.uint32).reshape(-1)[:count]
+    return np.stack([x0, x1, x2, x3], axis=1).astype(np.uint32)

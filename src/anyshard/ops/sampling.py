@@ -1,0 +1,68 @@
+"""From a row of logits to a token: filters, then the largest logit plus keyed noise.
+
+The same code for greedy and sampled rows, on one rank, so that ranks never disagree. Knows
+nothing of requests' texts or of how the logits came together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anyshard.ops.exact import F32, exp
+from anyshard.request import Sampling
+
+__all__ = ["allowed_ids", "sample"]
+
+
+def sample(module: Any, logits_V: F32, sampling: Sampling, *, position: int) -> int:
+    """The token at `position` (the absolute index it will have), or -1 if no logit is finite.
+
+    module: a kernel module, native or reference. Source: docs/numerics.md, Sampling.
+    Held by: test_sampling.py.
+    """
+    best, _ = module.argmax(logits_V)
+    if best < 0 or sampling.greedy:
+        return int(best)
+    return int(
+        module.gumbel_argmax(
+            logits_V,
+            sampling.temperature,
+            sampling.seed,
+            position,
+            sampling.choice,
+            sampling.stream,
+            allowed_ids(logits_V, sampling),
+        )
+    )
+
+
+def allowed_ids(logits_V: F32, sampling: Sampling) -> npt.NDArray[np.uint8] | None:
+    """1 for each id that top-k, then min-p, then top-p leave; None when no filter is on.
+
+    Candidates in the order (-logit, id). A term is e^((logit - max) / T) in float32; min-p
+    compares it with min_p, since the largest is 1; top-p keeps the shortest prefix whose
+    float64 running sum reaches top_p of the whole.
+    """
+    if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        return None
+    order = np.argsort(-logits_V, kind="stable")
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        sorted_logits = logits_V[order]
+        term = exp((sorted_logits - sorted_logits[0]) / np.float32(sampling.temperature))
+        order, term = order[: _kept(term >= np.float32(sampling.min_p))], term
+        running = np.cumsum(term[: len(order)], dtype=np.float64)
+        before = np.concatenate([[0.0], running[:-1]])
+        order = order[: _kept(before < sampling.top_p * running[-1])]
+    mask = np.zeros(len(logits_V), np.uint8)
+    mask[order] = 1
+    return mask
+
+
+def _kept(condition: npt.NDArray[np.bool_]) -> int:
+    """Length of the leading run that holds; at least the best candidate stays."""
+    return max(1, int(np.argmin(condition)) if not condition.all() else len(condition))

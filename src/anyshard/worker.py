@@ -1,0 +1,511 @@
+"""A rank: binds its program once, then walks it for every frame until the front says stop.
+
+Everything is bound before the first frame: buffers, weights, exchanges. A step passes row
+counts and a row table, nothing else. Knows nothing of text, requests or other epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from anyshard.checkpoint.image import WeightImage
+from anyshard.comm.base import Comm, ExchangeSpec, WireSizes
+from anyshard.comm.control import Frame, RankControl
+from anyshard.config import ModelConfig, Profile
+from anyshard.kv import KvCache
+from anyshard.launcher import Seat
+from anyshard.layout import Layout
+from anyshard.model import Op, Program, Weight, program
+from anyshard.ops import KernelChoice, Kernels, load_kernels
+from anyshard.ops.exact import F32, I32
+from anyshard.ops.rope import rope_table
+from anyshard.ops.sampling import sample
+from anyshard.request import Sampling
+
+__all__ = [
+    "ROW_LOGITS",
+    "ROW_SAMPLE",
+    "FaultCode",
+    "RankPlan",
+    "Served",
+    "Worker",
+    "rank_main",
+    "wire_sizes",
+]
+
+ROW_SAMPLE = 1  # flag bits of a frame's row: a token is wanted after it,
+ROW_LOGITS = 2  # and the logits too
+
+LOG2_E = 1.4426950408889634
+
+
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens."""
+
+    heads: tuple[tuple[int, int], ...]
+    ffn: tuple[tuple[int, int], ...]
+    vocab: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int], ...]
+    kernels: KernelChoice
+    comm: str
+    threads: int
+    spin: bool
+    rows_max: int
+    sampled_max: int
+    num_slots: int
+    num_pages: int
+    max_model_len: int
+    profile_sha256: str
+    poison: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The cuts as a layout."""
+        return Layout(heads=self.heads, ffn=self.ffn, vocab=self.vocab, layers=self.layers)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the launcher has loaded and every rank inherits."""
+
+    config: ModelConfig
+    profile: Profile
+    image: WeightImage
+
+
+class FaultCode:
+    """Numbers that a kernel writes into row_fault: 1 + 4 * layer + place; the head comes last."""
+
+    PLACES = ("qkv", "attention", "gate_up")
+
+    @classmethod
+    def of(cls, layer: int, place: str) -> int:
+        """The code of an op of a layer."""
+        return 1 + 4 * layer + cls.PLACES.index(place)
+
+    @classmethod
+    def head(cls, num_layers: int) -> int:
+        """The code of the final norm and head."""
+        return 1 + 4 * num_layers
+
+    @classmethod
+    def name(cls, code: int, num_layers: int) -> str:
+        """`layers.3.attention` or `head`."""
+        if code >= cls.head(num_layers):
+            return "head"
+        return f"layers.{(code - 1) // 4}.{cls.PLACES[(code - 1) % 4]}"
+
+
+def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes:
+    """Capacities of every exchange of an epoch, in floats."""
+    layout = plan.layout
+    vocab_rows = max(stop - start for start, stop in layout.vocab)
+    return WireSizes(
+        tp=layout.tp,
+        pp=layout.pp,
+        exchanges=(
+            ExchangeSpec(
+                name="nodes",
+                kind="reduce",
+                capacity_floats=nodes_max * plan.rows_max * config.hidden,
+            ),
+            ExchangeSpec(
+                name="logits",
+                kind="logits",
+                capacity_floats=plan.sampled_max * vocab_rows,
+                root_only=True,
+            ),
+            ExchangeSpec(
+                name="pairs",
+                kind="pairs",
+                capacity_floats=2 * plan.sampled_max,
+                root_only=True,
+            ),
+        ),
+        hop_floats=plan.rows_max * config.hidden,
+    )
+
+
+class Worker:
+    """One rank of one epoch."""
+
+    def __init__(
+        self, served: Served, plan: RankPlan, *, rank: int, comm: Comm, control: RankControl
+    ) -> None:
+        self.config, self.plan, self.comm, self.control = served.config, plan, comm, control
+        self.program = program(served.config, served.profile, plan.layout, rank)
+        self.kernels = load_kernels(plan.kernels, threads=plan.threads, spin=plan.spin)
+        self.image = served.image
+        self.sampling: dict[int, Sampling] = {}
+        self._allocate(served.profile)
+        binder = _Binder(self)
+        self.body = [binder.bind(op) for op in self.program.ops if not _is_head(op)]
+        self.head = [binder.bind(op) for op in self.program.ops if op.kind == "head"]
+        control.status.set(weight_bytes=self.program.weight_bytes, kv_bytes=self.kv.bytes)
+
+    def _allocate(self, profile: Profile) -> None:
+        """Every buffer of the token loop, once."""
+        config, plan, here = self.config, self.plan, self.program
+        rows = plan.rows_max
+        num_heads = here.heads[1] - here.heads[0]
+        self.x_RD = np.zeros((rows, config.hidden), np.float32)
+        self.q_RN = np.zeros((rows, num_heads * config.head_dim), np.float32)
+        self.a_RN = np.zeros_like(self.q_RN)
+        self.f_RF = np.zeros((rows, here.ffn[1] - here.ffn[0]), np.float32)
+        self.shard_RV = np.zeros((plan.sampled_max, here.vocab[1] - here.vocab[0]), np.float32)
+        self.is_sampler = here.rank == here.layout.sampler
+        whole = self.is_sampler and here.layout.tp > 1
+        self.logits_RV = (
+            np.zeros((plan.sampled_max, config.vocab), np.float32) if whole else self.shard_RV
+        )
+        self.tokens = np.zeros(rows, np.int32)
+        self.positions = np.zeros(rows, np.int32)
+        self.row_slot = np.zeros(rows, np.int32)
+        self.row_fault = np.zeros(rows, np.int32)
+        self.sample_rows = np.zeros(plan.sampled_max, np.int32)
+        blocks = -(-plan.max_model_len // profile.kv_block)
+        self.page_table = np.zeros((plan.num_slots, blocks), np.int32)
+        self.cos, self.sin = rope_table(plan.max_model_len, config.head_dim, config.rope_theta)
+        self.kv = KvCache(
+            config,
+            profile,
+            layers=here.layers,
+            kv_heads=here.kv_heads,
+            num_pages=plan.num_pages,
+            poison=plan.poison,
+        )
+
+    def serve(self) -> None:
+        """Walk frames until the front says stop."""
+        while (frame := self.control.next_frame()) is not None:
+            self.step(frame)
+
+    def step(self, frame: Frame) -> None:
+        """One frame through this rank's ops; the sampler answers."""
+        rows = len(frame.rows)
+        self._take(frame)
+        status = self.control.status
+        for run in self.body:
+            run(rows)
+            status.beat()
+        wanted = frame.rows["flags"]
+        sampled = np.flatnonzero(wanted & ROW_SAMPLE)
+        tokens = np.full(rows, -1, np.int32)
+        logits: F32 | None = None
+        if len(sampled) and self.program.stage == self.plan.layout.pp - 1:
+            logits = self._sample(sampled, wanted[sampled], tokens)
+        faults = self.row_fault[:rows]
+        if faults.any():
+            code = int(faults[faults > 0].min())
+            status.fault(op_index=code, layer=(code - 1) // 4)
+        status.report(self.comm.counters)
+        if self.is_sampler:
+            self.control.post_result(frame.sequence, tokens, faults, logits)
+
+    def _take(self, frame: Frame) -> None:
+        """Row table, page table and sampling parameters of a frame, into the bound arrays."""
+        rows = len(frame.rows)
+        self.tokens[:rows] = frame.rows["token"]
+        self.positions[:rows] = frame.rows["position"]
+        self.row_slot[:rows] = frame.rows["slot"]
+        self.row_fault[:rows] = 0
+        if len(frame.pages):
+            self.page_table[frame.pages["slot"], frame.pages["block"]] = frame.pages["page"]
+        if frame.note:
+            self.sampling |= msgspec.msgpack.decode(frame.note, type=dict[int, Sampling])
+
+    def _sample(
+        self, sampled: npt.NDArray[np.intp], flags: I32, tokens: I32
+    ) -> F32 | None:
+        """Run the head over the sampled rows and fill their tokens (on the sampler).
+
+        Returns the logit rows wanted, in row order, or None.
+        """
+        count = len(sampled)
+        self.sample_rows[:count] = sampled
+        for run in self.head:
+            run(count)
+        drawn = [self.sampling.get(int(slot), Sampling()) for slot in self.row_slot[sampled]]
+        whole = bool((flags & ROW_LOGITS).any()) or not all(s.greedy for s in drawn)
+        if not whole and self.comm.tp > 1:
+            self._exchange_pairs(sampled, tokens)
+            return None
+        if self.comm.tp > 1:
+            self._gather_logits(count)
+        if not self.is_sampler:
+            return None
+        for index, row in enumerate(sampled):
+            token = sample(
+                self.kernels.module,
+                self.logits_RV[index],
+                drawn[index],
+                position=int(self.positions[row]) + 1,
+            )
+            tokens[row] = token
+            self._check(row, token)
+        rows = np.flatnonzero(flags & ROW_LOGITS)
+        return self.logits_RV[rows] if len(rows) else None
+
+    def _check(self, row: np.intp, token: int) -> None:
+        if token < 0 and self.row_fault[row] == 0:
+            self.row_fault[row] = FaultCode.head(self.config.num_layers)
+
+    def _gather_logits(self, count: int) -> None:
+        exchange = self.comm.exchange("logits")
+        parity, mine = exchange.parity, self.shard_RV[:count].size
+        exchange.send_buffer(parity)[:mine] = self.shard_RV[:count].reshape(-1)
+        exchange.run(mine, mine)
+        if self.is_sampler:
+            spans = self.plan.layout.vocab
+            for (start, stop), source in zip(spans, exchange.sources(parity), strict=True):
+                shard = source[: count * (stop - start)].reshape(count, stop - start)
+                self.logits_RV[:count, start:stop] = shard
+
+    def _exchange_pairs(self, sampled: npt.NDArray[np.intp], tokens: I32) -> None:
+        """Greedy rows that nobody wants logits of: only (value, id) of each rank's best travel."""
+        exchange = self.comm.exchange("pairs")
+        parity, count = exchange.parity, len(sampled)
+        mine = exchange.send_buffer(parity)[: 2 * count].reshape(count, 2)
+        for index in range(count):
+            mine[index] = self._best_here(index)
+        exchange.run(2 * count, 2 * count)
+        if not self.is_sampler:
+            return
+        sources = exchange.sources(parity)
+        for index, row in enumerate(sampled):
+            pairs = [source[2 * index : 2 * index + 2] for source in sources]
+            values = np.array([pair[0] for pair in pairs])
+            winner = int(np.argmax(values))  # ranks hold ascending ids: the first wins a tie
+            token = int(pairs[winner][1:].view(np.int32)[0])
+            tokens[row] = token if np.isfinite(values[winner]) else -1
+            self._check(row, int(tokens[row]))
+
+    def _best_here(self, index: int) -> F32:
+        shard = self.shard_RV[index]
+        if not len(shard):
+            return np.array([-np.inf, 0], np.float32)
+        best, value = self.kernels.module.argmax(shard)
+        token = np.array([self.program.vocab[0] + max(best, 0)], np.int32)
+        return np.array([np.nan if best < 0 else value, token.view(np.float32)[0]], np.float32)
+
+
+def _is_head(op: Op) -> bool:
+    return op.kind in ("head", "gather_logits")
+
+
+class _Binder:
+    """Turns the ops of a program into calls on fixed buffers; used once, at start."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.w = worker
+        self.module: Any = worker.kernels.module
+        self.pool: Any = worker.kernels.pool
+        self.nodes = worker.comm.exchange("nodes")
+        self.parity = self.nodes.parity
+
+    def bind(self, op: Op) -> Callable[[int], None]:
+        """The call for one op."""
+        bound: Callable[[Op], Callable[[int], None]] = getattr(self, f"_{op.kind}")
+        return bound(op)
+
+    def _matrix(self, weight: Weight, leaf_lengths: tuple[int, ...] = ()) -> F32:
+        """Panels of a cut: whole panels of its rows, a stride of its columns."""
+        assert weight.columns is not None and weight.rows[0] % 8 == 0
+        panels = self.w.image.panels(weight.name)
+        rows = slice(weight.rows[0] // 8, -(-weight.rows[1] // 8))
+        return panels[rows, weight.columns[0] : weight.columns[1]]
+
+    def _vector(self, weight: Weight) -> F32:
+        return self.w.image.vector(weight.name)[weight.rows[0] : weight.rows[1]]
+
+    def _named(self, op: Op) -> dict[str, Any]:
+        """Weights of an op by their last name: matrices as panels, vectors as slices."""
+        return {
+            weight.name.rsplit(".", 1)[-1]: (
+                self._vector(weight) if weight.columns is None else self._matrix(weight)
+            )
+            for weight in op.weights
+        }
+
+    def _leaves(self, op: Op) -> tuple[I32, I32]:
+        return np.array(op.sum.leaf_lengths, np.int32), np.array(op.sum.merges, np.int32)
+
+    def _embed(self, op: Op) -> Callable[[int], None]:
+        w, table = self.w, self._matrix(op.weights[0])
+        run: Callable[[int], None] = self.module.Embed(
+            self.pool, table, w.config.vocab, w.tokens, w.x_RD
+        ).run
+        return run
+
+    def _receive(self, op: Op) -> Callable[[int], None]:
+        comm, x_RD = self.w.comm, self.w.x_RD
+        return lambda rows: comm.receive(x_RD[:rows])
+
+    def _send(self, op: Op) -> Callable[[int], None]:
+        comm, x_RD = self.w.comm, self.w.x_RD
+        return lambda rows: comm.send(x_RD[:rows])
+
+    def _qkv(self, op: Op) -> Callable[[int], None]:
+        w, d, named = self.w, self.w.config.head_dim, self._named(op)
+        run: Callable[[int], None] = self.module.Qkv(
+            self.pool,
+            w.x_RD,
+            named["attn_norm"],
+            w.config.norm_eps,
+            named["q"],
+            named["k"],
+            named["v"],
+            named.get("q_bias"),
+            named.get("k_bias"),
+            named.get("v_bias"),
+            None,
+            None,
+            *self._leaves(op),
+            d,
+            float(np.float32(LOG2_E / d**0.5)),
+            w.cos,
+            w.sin,
+            w.positions,
+            w.q_RN,
+            w.kv.keys(op.layer),
+            w.kv.values(op.layer),
+            w.page_table,
+            w.row_slot,
+            w.row_fault,
+            FaultCode.of(op.layer, "qkv"),
+        ).run
+        return run
+
+    def _attention(self, op: Op) -> Callable[[int], None]:
+        w, here = self.w, self.w.program
+        kv_head_of = np.array(
+            [head // w.config.q_per_kv - here.kv_heads[0] for head in range(*here.heads)],
+            np.int32,
+        )
+        run: Callable[[int], None] = self.module.Attention(
+            self.pool,
+            w.q_RN,
+            w.kv.keys(op.layer),
+            w.kv.values(op.layer),
+            w.page_table,
+            w.row_slot,
+            w.positions,
+            w.config.head_dim,
+            kv_head_of,
+            w.a_RN,
+            w.row_fault,
+            FaultCode.of(op.layer, "attention"),
+        ).run
+        return run
+
+    def _row_linear(self, op: Op, a: F32) -> Callable[[int], None]:
+        run: Callable[[int], None] = self.module.RowLinear(
+            self.pool,
+            a,
+            self._matrix(op.weights[0]),
+            self.w.config.hidden,
+            *self._leaves(op),
+            self.nodes.send_buffer(self.parity),
+        ).run
+        return run
+
+    def _o_proj(self, op: Op) -> Callable[[int], None]:
+        return self._row_linear(op, self.w.a_RN)
+
+    def _down_proj(self, op: Op) -> Callable[[int], None]:
+        return self._row_linear(op, self.w.f_RF)
+
+    def _gather(self, op: Op) -> Callable[[int], None]:
+        exchange, width = self.nodes, self.w.config.hidden
+        mine = op.sum.nodes_per_rank[self.w.program.tp_index] * width
+        padded = op.wire_floats
+        return lambda rows: exchange.run(rows * mine, rows * padded)
+
+    _gather_o = _gather
+    _gather_down = _gather
+
+    def _reduce(self, op: Op) -> Callable[[int], None]:
+        sources = self.nodes.sources(self.parity)
+        # each layer gathers twice, so that a step always begins with the same buffer
+        self.parity ^= 1
+        bias = self._vector(op.weights[0]) if op.weights else None
+        run: Callable[[int], None] = self.module.Reduce(
+            self.pool,
+            sources,
+            list(op.sum.nodes_per_rank),
+            np.array(op.sum.merges, np.int32),
+            bias,
+            self.w.x_RD,
+            self.w.config.hidden,
+        ).run
+        return run
+
+    _reduce_o = _reduce
+    _reduce_down = _reduce
+
+    def _gate_up(self, op: Op) -> Callable[[int], None]:
+        w, named = self.w, self._named(op)
+        run: Callable[[int], None] = self.module.GateUp(
+            self.pool,
+            w.x_RD,
+            named["mlp_norm"],
+            w.config.norm_eps,
+            named["gate"],
+            named["up"],
+            w.f_RF.shape[1],
+            named.get("gate_bias"),
+            named.get("up_bias"),
+            *self._leaves(op),
+            w.f_RF,
+            w.row_fault,
+            FaultCode.of(op.layer, "gate_up"),
+        ).run
+        return run
+
+    def _head(self, op: Op) -> Callable[[int], None]:
+        w = self.w
+        out = w.shard_RV
+        run: Callable[[int], None] = self.module.Head(
+            self.pool,
+            w.x_RD,
+            w.sample_rows,
+            self._vector(op.weights[0]),
+            w.config.norm_eps,
+            self._matrix(op.weights[1]),
+            out.shape[1],
+            None,
+            *self._leaves(op),
+            out,
+            w.row_fault,
+            FaultCode.head(w.config.num_layers),
+        ).run
+        return run
+
+
+def rank_main(seat: Seat) -> None:
+    """What the launcher runs in a rank: bind, check the profile, serve."""
+    served, plan = seat.state, msgspec.msgpack.decode(seat.start.payload, type=RankPlan)
+    assert isinstance(served, Served)
+    have = served.profile.sha256()
+    assert have == plan.profile_sha256, f"profile {have[:12]} here, {plan.profile_sha256[:12]} asked"
+    if plan.comm == "torch":
+        from anyshard.comm.torch import Torch
+
+        comm: Comm = Torch(
+            seat.start.sizes.wires,
+            rank=seat.rank,
+            store_fd=seat.region.store_fd,
+            deadline_s=seat.start.deadline_s,
+        )
+    else:
+        comm = seat.comm()
+    try:
+        Worker(served, plan, rank=seat.rank, comm=comm, control=seat.control).serve()
+    finally:
+        comm.close()

@@ -1,0 +1,126 @@
+"""Scheduling is pure: which rows run next, who gets pages, what a roll-back leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyshard.batch import Batch, Limits, Tick, apply, next_tick, rewind
+from anyshard.pages import PagePool, pages_for
+from anyshard.request import Request
+
+LIMITS = Limits(rows_max=12, chunk=5, num_slots=3, block=4)
+
+
+def batch_of(*prompts: int, max_tokens: int = 3, pages: int = 100, slots: int = 3) -> Batch:
+    waiting = tuple(
+        (i, Request(prompt=tuple(range(1, n + 1)), max_tokens=max_tokens))
+        for i, n in enumerate(prompts)
+    )
+    return Batch(
+        waiting=waiting,
+        running=(),
+        free_slots=tuple(range(slots)),
+        pool=PagePool.of(range(pages)),
+    )
+
+
+def answer(batch: Batch, tick: Tick) -> Batch:
+    """Every sampled row draws token 9; a request ends at its max_tokens."""
+    by_slot = {s.slot: s for s in batch.running}
+    drawn = {row.slot: 9 for row in tick.rows if row.sample}
+    done = {
+        slot for slot in drawn if by_slot[slot].emitted + 1 == by_slot[slot].request.max_tokens
+    }
+    return apply(batch, tick, drawn, frozenset(done))
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=7),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+def test_every_token_runs_once_at_its_position_whatever_the_sizes(
+    prompts: list[int], chunk: int, slots: int, max_tokens: int
+) -> None:
+    limits = Limits(rows_max=chunk + slots, chunk=chunk, num_slots=slots, block=4)
+    batch = batch_of(*prompts, max_tokens=max_tokens, slots=slots)
+    ran: dict[int, list[tuple[int, int, bool]]] = {}
+    for _ in range(1000):
+        if not batch.busy:
+            break
+        tick, batch = next_tick(batch, limits)
+        assert 0 < len(tick.rows) <= limits.rows_max
+        ids = {s.slot: s.request_id for s in batch.running}
+        for row in tick.rows:
+            ran.setdefault(ids[row.slot], []).append((row.position, row.token, row.sample))
+        batch = answer(batch, tick)
+    assert not batch.busy
+    for index, length in enumerate(prompts):
+        # the last token drawn is never run
+        want = [(p, p + 1 if p < length else 9, p >= length - 1)
+                for p in range(length + max_tokens - 1)]  # fmt: skip
+        assert ran[index] == want
+    assert sorted(batch.pool.free) == list(range(100))
+    assert sorted(batch.free_slots) == list(range(slots))
+
+
+def test_decoding_rows_go_first_and_a_long_prompt_does_not_hold_them_up() -> None:
+    batch = batch_of(2, 30)
+    tick, batch = next_tick(batch, LIMITS)
+    assert [(r.slot, r.position) for r in tick.rows] == [
+        (0, 0),
+        (0, 1),
+        *[(1, p) for p in range(5)],
+    ]
+    batch = answer(batch, tick)
+    tick, batch = next_tick(batch, LIMITS)
+    assert [(r.slot, r.position) for r in tick.rows][:2] == [(0, 2), (1, 5)]
+
+
+def test_a_request_waits_until_its_pages_are_free() -> None:
+    batch = batch_of(8, 8, pages=4)
+    tick, batch = next_tick(batch, LIMITS)
+    assert [s.request_id for s in tick.admitted] == [0]
+    for _ in range(20):
+        batch = answer(batch, tick)
+        tick, batch = next_tick(batch, LIMITS)
+        if tick.admitted:
+            break
+    assert [s.request_id for s in tick.admitted] == [1]
+    assert set(tick.admitted[0].pages) <= {0, 1, 2, 3}
+
+
+def test_a_rewound_sequence_runs_again_from_the_position_it_went_back_to() -> None:
+    batch = batch_of(4, max_tokens=9)
+    for _ in range(3):
+        tick, batch = next_tick(batch, LIMITS)
+        batch = answer(batch, tick)
+    sequence = batch.running[0]
+    batch = rewind(batch, sequence.slot, computed=2, tokens=(*sequence.tokens[:3], 7))
+    tick, batch = next_tick(batch, LIMITS)
+    assert [(r.position, r.token, r.sample) for r in tick.rows] == [(2, 3, False), (3, 7, True)]
+
+
+def test_pages_are_counted_by_ceiling_and_never_handed_out_twice() -> None:
+    assert [pages_for(n, block=32) for n in (0, 1, 31, 32, 33)] == [0, 1, 1, 1, 2]
+    pool = PagePool.of([5, 3, 9])
+    taken, rest = pool.take(2)
+    assert taken == (5, 3) and rest.free == (9,)
+    assert rest.give(taken).take(3)[0] == (5, 3, 9)
+    with pytest.raises(AssertionError):
+        rest.give((9,))
+    with pytest.raises(AssertionError):
+        pool.take(4)
+
+
+def test_state_is_not_changed_in_place() -> None:
+    before = batch_of(3, 3)
+    copy = replace(before)
+    tick, after = next_tick(before, LIMITS)
+    answer(after, tick)
+    assert before == copy
