@@ -17,11 +17,17 @@ from numpy.typing import NDArray
 
 from anyshard.checkpoint.gguf import GgufFile, GgufTensor, read_gguf
 from anyshard.checkpoint.safetensors import SafeTensor, read_json_object, read_safetensors
-from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial, check_tensors
+from anyshard.checkpoint.source import (
+    Checkpoint,
+    TensorSource,
+    TokenizerMaterial,
+    check_depth,
+    check_tensors,
+)
 from anyshard.config import ModelConfig, config_from_gguf, config_from_hf
 from anyshard.errors import CheckpointError
 
-__all__ = ["open_gguf", "open_hf_directory", "rotate_half_rows"]
+__all__ = ["gguf_name", "hf_name", "open_gguf", "open_hf_directory", "rotate_half_rows"]
 
 _GGUF_LAYER: Final = {
     "attn_norm": "attn_norm",
@@ -51,12 +57,21 @@ _SMALL: Final = 16 << 20  # bytes; tensors that are read to find out whether the
 
 
 def _file_name(name: str, top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> str:
-    """The file's name of a canonical tensor: `layers.3.q_bias` is `blk.3.attn_q.bias`."""
     if name in top:
         return f"{top[name]}.weight"
     _, index, part = name.split(".")
     kind = "bias" if part.endswith("_bias") else "weight"
     return f"{prefix}.{index}.{layer[part.removesuffix('_bias')]}.{kind}"
+
+
+def gguf_name(name: str) -> str:
+    """The name in a GGUF file of a canonical tensor: `layers.3.q_bias` is `blk.3.attn_q.bias`."""
+    return _file_name(name, _GGUF_TOP, _GGUF_LAYER, "blk")
+
+
+def hf_name(name: str) -> str:
+    """The name in HF files: `layers.3.q` is `model.layers.3.self_attn.q_proj.weight`."""
+    return _file_name(name, _HF_TOP, _HF_LAYER, "model.layers")
 
 
 def rotate_half_rows(num_heads: int, head_dim: int) -> NDArray[np.int32]:
@@ -84,36 +99,47 @@ def open_gguf(path: Path) -> Checkpoint:
             "(llama-gguf-split --merge)"
         )
     config = _gguf_config(file)
-    names = {
-        name: _file_name(name, _GGUF_TOP, _GGUF_LAYER, "blk") for name in config.tensor_shapes()
-    }
-    row_maps: dict[str, NDArray[np.int32]] = {}
-    if config.architecture == "llama":
-        row_maps["q"] = rotate_half_rows(config.num_heads, config.head_dim)
-        row_maps["k"] = rotate_half_rows(config.num_kv_heads, config.head_dim)
+    check_depth(config, len(file.tensors), label=str(path))
+    names = {name: gguf_name(name) for name in config.tensor_shapes()}
     _refuse_leftovers(path, file.tensors, known=set(names.values()))
-    found: dict[str, TensorSource] = {}
-    for name, file_name in names.items():
-        tensor = file.tensors.get(file_name)
-        if tensor is not None:
-            part = name.rsplit(".", 1)[-1].removesuffix("_bias")
-            found[name] = TensorSource(
-                name=name,
-                file_name=file_name,
-                shape=tensor.shape,
-                type=tensor.type,
-                raw=tensor.raw,
-                row_map=row_maps.get(part),
-            )
+    found = {
+        name: TensorSource(
+            name=name,
+            file_name=file_name,
+            shape=file.tensors[file_name].shape,
+            type=file.tensors[file_name].type,
+            raw=file.tensors[file_name].raw,
+        )
+        for name, file_name in names.items()
+        if file_name in file.tensors
+    }
+    sources = check_tensors(config, found, names, label=str(path))
+    if config.architecture == "llama":
+        sources = _in_hf_order(config, sources)
     material = None
     if "tokenizer.ggml.model" in file.metadata:
         material = TokenizerMaterial(label=str(path), metadata=file.metadata)
-    sources = check_tensors(config, found, names, label=str(path))
     return Checkpoint(path=path, config=config, sources=sources, tokenizer_material=material)
+
+
+def _in_hf_order(
+    config: ModelConfig, sources: Mapping[str, TensorSource]
+) -> dict[str, TensorSource]:
+    """Query and key tensors with the row map of the `llama` converter, the others as they are."""
+    maps = {
+        "q": rotate_half_rows(config.num_heads, config.head_dim),
+        "k": rotate_half_rows(config.num_kv_heads, config.head_dim),
+    }
+    return {
+        name: replace(source, row_map=maps.get(name.split(".")[-1].removesuffix("_bias")))
+        for name, source in sources.items()
+    }
 
 
 def _gguf_config(file: GgufFile) -> ModelConfig:
     """The configuration by metadata; which biases there are, only the tensors say."""
+    if not isinstance(file.metadata.get("tokenizer.ggml.tokens", ()), tuple):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.tokens is no array")
     try:
         config = config_from_gguf(file.metadata, has_head="output.weight" in file.tensors)
     except CheckpointError as error:
@@ -158,10 +184,8 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         text = str(error)
         raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
     tensors, label = _read_shards(directory)
-    names = {
-        name: _file_name(name, _HF_TOP, _HF_LAYER, "model.layers")
-        for name in config.tensor_shapes()
-    }
+    check_depth(config, len(tensors), label=label)
+    names = {name: hf_name(name) for name in config.tensor_shapes()}
     _refuse_hf_leftovers(label, tensors, config, known=set(names.values()))
     found = {
         name: TensorSource(

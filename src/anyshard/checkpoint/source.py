@@ -26,6 +26,7 @@ __all__ = [
     "TensorSource",
     "TensorType",
     "TokenizerMaterial",
+    "check_depth",
     "check_tensors",
     "row_bytes",
     "widen",
@@ -125,6 +126,18 @@ class Checkpoint:
     def read(self, name: str) -> NDArray[np.float32]:
         """The tensor of that canonical name, widened to a new float32 array."""
         return self.sources[name].read()
+
+
+def check_depth(config: ModelConfig, num_tensors: int, *, label: str) -> None:
+    """Refuse a number of layers that the file cannot hold, before anything is sized by it.
+
+    Raises: CheckpointError with both numbers.
+    """
+    if config.num_layers > num_tensors:
+        raise CheckpointError(
+            f"{label}: the configuration says {config.num_layers} layers, but the file holds "
+            f"{num_tensors} tensors in all"
+        )
 
 
 def check_tensors(

@@ -1,0 +1,228 @@
+"""Tokenizers from what models come with: GGUF metadata, or the files of an HF directory.
+
+Knows both layouts and which control tokens end an answer. Everything read here is untrusted;
+what is wrong raises CheckpointError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from anyshard.checkpoint.safetensors import read_json_object
+from anyshard.errors import CheckpointError
+from anyshard.tokenizer.template import ChatTemplate
+from anyshard.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["tokenizer_from_gguf", "tokenizer_from_hf"]
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+# Texts of control tokens that end an answer. A GGUF names one eos, chat models have more.
+_END_TEXTS: Final = frozenset(
+    ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"]
+)
+# Qwen2 splits words, single digits, punctuation and line ends itself, then maps bytes.
+_QWEN2_PATTERN: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], *, label: str, vocab: int) -> Tokenizer:
+    """Byte-pair tokenizer from `tokenizer.ggml.*` keys; pre-tokenizers smollm and qwen2.
+
+    Raises: CheckpointError naming the key.
+    Held by: test_tokenizer.py::test_demo_ids_equal_an_independent_byte_pair_encoder.
+    """
+
+    def get(key: str) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}")
+
+    kind, pre = get("model"), get("pre")
+    if kind != "gpt2":
+        raise CheckpointError(
+            f"{label}: tokenizer.ggml.model is {kind!r:.40}; gpt2 (byte-level pairs) can be read"
+        )
+    if pre not in ("smollm", "qwen2"):
+        raise CheckpointError(
+            f"{label}: tokenizer.ggml.pre is {pre!r:.40}; smollm and qwen2 can be read"
+        )
+    tokens = _strings(get("tokens"), label, "tokenizer.ggml.tokens")
+    backend = _byte_pairs(tokens, _strings(get("merges"), label, "tokenizer.ggml.merges"), label)
+    if pre == "smollm":
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        splits = [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    else:
+        backend.normalizer = normalizers.NFC()
+        pattern = tokenizers.Regex(_QWEN2_PATTERN)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        splits = [pre_tokenizers.Split(pattern, behavior="isolated"), byte_level]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    control_ids = _add_tokens(backend, tokens, get("token_type"), label)
+    eos_ids = {i for i in control_ids if tokens[i] in _END_TEXTS}
+    named = {name: _token_id(get(f"{name}_token_id"), tokens, label, name) for name in _NAMED}
+    eos_ids |= {i for name in ("eos", "eot", "eom") if (i := named[name]) is not None}
+    bos_id = named["bos"]
+    if get("add_bos_token") and bos_id is not None:
+        bos = tokens[bos_id]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, bos_id)]
+        )
+    source = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        control_ids=control_ids,
+        eos_ids=eos_ids,
+        bos_id=bos_id,
+        vocab=vocab,
+        template=ChatTemplate(source, label=label) if isinstance(source, str) else None,
+        special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
+        label=label,
+    )
+
+
+_NAMED: Final = ("bos", "eos", "eot", "eom")
+
+
+def _strings(value: Any, label: str, key: str) -> tuple[str, ...]:
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+        raise CheckpointError(f"{label}: {key} is missing or no array of strings")
+    return value
+
+
+def _token_id(value: Any, tokens: tuple[str, ...], label: str, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(tokens):
+        raise CheckpointError(
+            f"{label}: tokenizer.ggml.{name}_token_id is {value!r:.40}; there are {len(tokens)} "
+            "tokens"
+        )
+    return value
+
+
+def _byte_pairs(
+    tokens: tuple[str, ...], merges: tuple[str, ...], label: str
+) -> tokenizers.Tokenizer:
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise CheckpointError(f"{label}: tokenizer.ggml.tokens holds {twice!r:.40} twice")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for index, (left, right) in enumerate(pairs):
+        if left not in ids or right not in ids or left + right not in ids:
+            raise CheckpointError(
+                f"{label}: item {index} of tokenizer.ggml.merges, {merges[index]!r:.40}, does not "
+                "join two tokens into a third"
+            )
+    return tokenizers.Tokenizer(models.BPE(ids, pairs))
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, tokens: tuple[str, ...], types: Any, label: str
+) -> set[int]:
+    """Tell the backend which tokens stand outside the merges; returns the control ids."""
+    if types is None:
+        types = (1,) * len(tokens)
+    if not isinstance(types, tuple) or len(types) != len(tokens):
+        raise CheckpointError(
+            f"{label}: tokenizer.ggml.token_type does not have one number for each of the "
+            f"{len(tokens)} tokens"
+        )
+    chosen = [i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED) and tokens[i]]
+    backend.add_tokens(
+        [
+            AddedToken(
+                tokens[i],
+                normalized=False,
+                special=types[i] == _CONTROL or _looks_like_control(tokens[i]),
+            )
+            for i in chosen
+        ]
+    )
+    return {i for i in chosen if types[i] == _CONTROL}
+
+
+def _looks_like_control(text: str) -> bool:
+    """`<tool_call>` and `[INST]`: files mark some of these as plain words, people as commands."""
+    return len(text) > 2 and (text[0], text[-1]) in {("<", ">"), ("[", "]")}
+
+
+def tokenizer_from_hf(directory: Path, *, vocab: int) -> Tokenizer:
+    """From tokenizer.json, with tokenizer_config.json, chat_template.jinja and
+    generation_config.json where they exist.
+
+    Raises: CheckpointError naming the file.
+    """
+    path = directory / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 the library raises nothing more precise
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        raise CheckpointError(
+            f"{path}: the decoder is {type(backend.decoder).__name__}; ByteLevel can be read"
+        )
+    settings = _optional_json(directory / "tokenizer_config.json")
+    added = backend.get_added_tokens_decoder()
+    control_ids = {i for i, token in added.items() if token.special}
+    commands = [t.content for t in added.values() if _looks_like_control(t.content)]
+    backend.add_special_tokens(commands)  # known ones keep their ids and lose their magic
+    named = {name: _token_text(settings.get(f"{name}_token")) for name in ("bos", "eos")}
+    bos_id = backend.token_to_id(named["bos"]) if named["bos"] is not None else None
+    eos_ids = set(_eos_ids(directory))
+    if not eos_ids and named["eos"] is not None:
+        eos_ids = {i for i in [backend.token_to_id(named["eos"])] if i is not None}
+    return Tokenizer(
+        backend,
+        control_ids=control_ids,
+        eos_ids=eos_ids,
+        bos_id=bos_id,
+        vocab=vocab,
+        template=_hf_template(directory, settings),
+        special_tokens={f"{n}_token": text for n, text in named.items() if text is not None},
+        label=str(directory),
+    )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as its text, or as an object that holds it as `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _eos_ids(directory: Path) -> Iterable[int]:
+    """generation_config.json decides, then config.json; each has one id or a list."""
+    for name in ("generation_config.json", "config.json"):
+        value = _optional_json(directory / name).get("eos_token_id")
+        listed = value if isinstance(value, list) else [value]
+        ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
+        if ids:
+            return ids
+    return []
+
+
+def _hf_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return ChatTemplate(path.read_text("utf-8"), label=str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = [entry for entry in source if isinstance(entry, dict)]
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    label = str(directory / "tokenizer_config.json")
+    return ChatTemplate(source, label=label) if isinstance(source, str) else None
