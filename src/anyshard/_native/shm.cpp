@@ -16,6 +16,7 @@
 
 #ifdef __linux__
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #else
@@ -27,6 +28,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr int64_t kSliceNs = 100'000'000;  // a sleeper looks at the abort word this often
+constexpr int64_t kImpoliteNs = 2'000;    // spin this long without a system call
 constexpr int kLooksPerClockRead = 64;
 constexpr int kReached = 0;
 constexpr int kAborted = -1;
@@ -105,7 +107,10 @@ int sleep_until(uint32_t* line, uint32_t value, int64_t deadline_ns, const uint3
 int wait_for(uint32_t* line, uint32_t value, int64_t spin_until_ns, int64_t deadline_ns,
              const uint32_t* abort_word) {
     if (reached(line, value)) return kReached;
-    while (now_ns() < spin_until_ns) {
+    // A peer that does not answer at once may be waiting for this very core: offer it.
+    const int64_t polite_from_ns = spin_until_ns == 0 ? 0 : now_ns() + kImpoliteNs;
+    for (int64_t time_ns; (time_ns = now_ns()) < spin_until_ns;) {
+        if (time_ns > polite_from_ns) sched_yield();
         for (int look = 0; look < kLooksPerClockRead; ++look) {
             if (reached(line, value)) return kReached;
             relax();

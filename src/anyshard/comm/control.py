@@ -329,6 +329,7 @@ class FrontControl:
         At most `frame_slots` frames may be without a read result. Raises: ValueError over a
         bound, PeerLost.
         """
+        self._poll()
         sizes = self._sizes
         pages = np.zeros(0, PAGE) if pages is None else pages
         if len(rows) > sizes.rows_max or len(pages) > sizes.pages_max:

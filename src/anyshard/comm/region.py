@@ -228,6 +228,7 @@ class EpochRegion:
         self.descriptor = descriptor  # -1: private memory, threads only
         self.store_fd = store_fd  # an empty memfd for the FileStore of comm/torch.py; -1: none
         self._pipes = pipes
+        self._signals: dict[int, Signals] = {}
         self.memory = mmap.mmap(descriptor, self.layout.total_bytes)
         self._words = np.frombuffer(self.memory, np.uint32, self.layout.words_bytes // 4)
 
@@ -276,10 +277,15 @@ class EpochRegion:
         return self.sizes.wires.world - self.sizes.wires.tp
 
     def signals(self, member: int) -> Signals:
-        """The signals as `member` sees them."""
-        if self._pipes is not None:
-            return PipeSignals(self._pipes, member=member)
-        return NativeSignals(self._words, member=member, num_members=self.layout.num_members)
+        """The signals as `member` sees them; one object a member, it remembers what it has read."""
+        if member not in self._signals:
+            if self._pipes is not None:
+                self._signals[member] = PipeSignals(self._pipes, member=member)
+            else:
+                self._signals[member] = NativeSignals(
+                    self._words, member=member, num_members=self.layout.num_members
+                )
+        return self._signals[member]
 
     @property
     def stopping(self) -> bool:

@@ -1,0 +1,191 @@
+"""The Comm over torch.distributed's Gloo: contiguous float32 copies, no library reduction.
+
+The only importer of torch on the path, and only inside a rank. Uses `ProcessGroupGloo` itself,
+not the module-wide default group: no global state, and the device is loopback by argument. The
+rendezvous is a FileStore on a memfd that the ranks inherited, so no file is ever left behind.
+Never an `*_object*` collective (they pickle). A Gloo wait that times out poisons its pair, so
+every wait has the whole deadline and a failure ends the rank.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from anyshard.comm.base import (
+    HOP_DEPTH,
+    CommKind,
+    Counters,
+    ExchangeSpec,
+    FloatArray,
+    WireSizes,
+    check_floats,
+    flat_floats,
+)
+from anyshard.errors import AnyshardError, PeerLost
+
+__all__ = ["Torch"]
+
+_HOP_TAG = 0
+_FIRST_EXCHANGE_TAG = 1
+
+
+class _TorchExchange:
+    """An Exchange whose sources are local copies; both parities are the same buffers."""
+
+    def __init__(self, comm: Torch, index: int, spec: ExchangeSpec) -> None:
+        self.capacity_floats = spec.capacity_floats
+        self.parity = 0
+        self._comm = comm
+        self._spec = spec
+        self._tag = _FIRST_EXCHANGE_TAG + index
+        self._copies: list[FloatArray] = [
+            np.zeros(spec.capacity_floats, np.float32) for _ in range(comm.tp)
+        ]
+        self._tensors = [torch.from_numpy(copy) for copy in self._copies]
+        self._own_copy = torch.zeros(spec.capacity_floats)  # all-gather insists on returning mine
+
+    def send_buffer(self, parity: int) -> FloatArray:
+        """This rank's buffer."""
+        return self._copies[self._comm.tp_rank]
+
+    def sources(self, parity: int) -> list[FloatArray]:
+        """Local copies of all ranks' buffers, filled by `run`."""
+        return self._copies
+
+    def run(self, num_floats: int, wire_floats: int) -> None:
+        """See comm.base.Exchange.run."""
+        check_floats(num_floats, wire_floats, self.capacity_floats)
+        self.parity ^= 1
+        comm = self._comm
+        if comm.tp == 1:
+            return
+        if not self._spec.root_only:
+            mine = comm.tp_rank
+            outputs = [
+                (self._own_copy if peer == mine else self._tensors[peer])[:wire_floats]
+                for peer in range(comm.tp)
+            ]
+            comm.wait(
+                lambda: comm.group.allgather([outputs], [self._tensors[mine][:wire_floats]]),
+                self._what,
+            )
+            comm.counters.add(self._spec.kind, num_floats=wire_floats, num_messages=comm.tp - 1)
+        elif comm.tp_rank == 0:
+            self._receive_all(wire_floats)
+        else:
+            mine_tensor = self._tensors[comm.tp_rank][:num_floats]
+            comm.wait(lambda: comm.group.send([mine_tensor], 0, self._tag), self._what)
+            comm.counters.add(self._spec.kind, num_floats=num_floats, num_messages=1)
+
+    def _receive_all(self, wire_floats: int) -> None:
+        """The root posts all receives, then waits: a shorter message fills the front part."""
+        comm = self._comm
+        works = [
+            comm.group.recv([self._tensors[peer][:wire_floats]], peer, self._tag)
+            for peer in range(1, comm.tp)
+        ]
+        for work in works:
+            comm.wait(lambda work=work: work, self._what)  # type: ignore[misc]
+
+    @property
+    def _what(self) -> str:
+        return f"exchange {self._spec.name!r}"
+
+
+class Torch:
+    """One rank over Gloo on this host.
+
+    `store_fd` is a memfd that all ranks inherited (EpochRegion.store_fd). Raises: PeerLost if
+    not all ranks arrive within `deadline_s`.
+    """
+
+    kind: CommKind = "torch"
+
+    def __init__(
+        self, sizes: WireSizes, *, rank: int, store_fd: int, deadline_s: float = 10.0
+    ) -> None:
+        self.rank = rank
+        self.world = sizes.world
+        self.tp = sizes.tp
+        self.pp = sizes.pp
+        self.stage, self.tp_rank = divmod(rank, sizes.tp)
+        self.deadline_s = deadline_s
+        self.counters = Counters()
+        self._sizes = sizes
+        torch.set_num_threads(1)
+        self._timeout = timedelta(seconds=deadline_s)
+        try:
+            store = distributed.FileStore(f"/proc/self/fd/{store_fd}", self.world)
+            store.set_timeout(self._timeout)
+            self.group = self._gloo(store, f"stage{self.stage}", self.tp_rank, self.tp)
+            self._hops = self._gloo(store, "hops", rank, self.world) if self.pp > 1 else None
+        except RuntimeError as error:
+            raise self._lost("the rendezvous", error) from error
+        self._exchanges = {
+            spec.name: _TorchExchange(self, index, spec)
+            for index, spec in enumerate(sizes.exchanges)
+        }
+        self._ring = [torch.zeros(sizes.hop_floats) for _ in range(HOP_DEPTH)]
+        self._under_way: list[Any] = [None] * HOP_DEPTH
+        self._sent = 0
+
+    def _gloo(self, store: Any, name: str, rank: int, size: int) -> Any:
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = self._timeout
+        return distributed.ProcessGroupGloo(
+            distributed.PrefixStore(name, store), rank, size, options
+        )
+
+    def _lost(self, what: str, error: Exception) -> PeerLost:
+        first_line = str(error).partition("\n")[0]
+        return PeerLost(f"rank {self.rank} lost a peer in {what}: {first_line}")
+
+    def wait(self, begin: Any, what: str) -> None:
+        """Start a Gloo work and wait for it. Raises: PeerLost."""
+        try:
+            if not begin().wait(self._timeout):
+                raise PeerLost(f"rank {self.rank} waited {self.deadline_s:g} s in {what}")
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+
+    def exchange(self, name: str) -> _TorchExchange:
+        """The exchange of that name. Raises: ValueError naming those that exist."""
+        self._sizes.exchange_index(name)
+        return self._exchanges[name]
+
+    def send(self, values: FloatArray) -> None:
+        """Copy and send; waits while HOP_DEPTH messages are under way. Raises: PeerLost."""
+        if self._hops is None or self.stage + 1 >= self.pp:
+            raise ValueError(f"stage {self.stage} of {self.pp} has no next stage")
+        flat = flat_floats(values, self._sizes.hop_floats)
+        slot = self._sent % HOP_DEPTH
+        self._sent += 1
+        earlier = self._under_way[slot]
+        if earlier is not None:
+            self.wait(lambda: earlier, "a hop to the next stage")
+        message = self._ring[slot][: flat.size]
+        message.numpy()[:] = flat
+        self._under_way[slot] = self._hops.send([message], self.rank + self.tp, _HOP_TAG)
+        self.counters.add("hop", num_floats=flat.size, num_messages=1)
+
+    def receive(self, into: FloatArray) -> None:
+        """The next message of the previous stage. Raises: PeerLost; AnyshardError on stage 0."""
+        hops = self._hops
+        if hops is None or self.stage == 0:
+            raise AnyshardError("stage 0 has no previous stage")
+        tensor = torch.from_numpy(flat_floats(into, self._sizes.hop_floats))
+        self.wait(
+            lambda: hops.recv([tensor], self.rank - self.tp, _HOP_TAG),
+            "a hop from the previous stage",
+        )
+
+    def close(self) -> None:
+        """Forget the groups; a rank that leaves by exit code need not call it."""
+        self._under_way = [None] * HOP_DEPTH
+        self.group = self._hops = None

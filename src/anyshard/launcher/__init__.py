@@ -1,0 +1,26 @@
+"""Rank groups: forked processes or threads that run one rank_main each, epoch after epoch.
+
+`fork_launcher` makes a process that loads once and forks the ranks of every epoch; any fault
+ends the epoch, all its ranks are killed, and a new one can start in another layout. No process,
+file or shared memory outlives the front, however it ends. `ThreadGroup` does the same in
+threads, for tests and wide grids.
+
+Knows nothing of models: what is loaded and what a rank does are functions passed in.
+"""
+
+from anyshard.launcher.handle import LauncherHandle, RankGroup, fork_launcher
+from anyshard.launcher.seat import EpochSizes, Load, Progress, RankMain, Seat, Start
+from anyshard.launcher.threads import ThreadGroup
+
+__all__ = [
+    "EpochSizes",
+    "LauncherHandle",
+    "Load",
+    "Progress",
+    "RankGroup",
+    "RankMain",
+    "Seat",
+    "Start",
+    "ThreadGroup",
+    "fork_launcher",
+]

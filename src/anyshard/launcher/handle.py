@@ -1,0 +1,290 @@
+"""The front's side of a rank group: fork the launcher, start epochs, notice losses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn, Protocol
+
+from anyshard.comm.control import FrontControl
+from anyshard.comm.region import EpochRegion
+from anyshard.errors import AnyshardError, PeerLost, UserError
+from anyshard.launcher.channel import (
+    Channel,
+    ChannelClosed,
+    End,
+    Ended,
+    Failed,
+    Loaded,
+    LoadProgress,
+    Message,
+    RankLost,
+    Started,
+    Stop,
+)
+from anyshard.launcher.process import run_launcher, signal_text
+from anyshard.launcher.seat import Load, Progress, RankMain, Start
+
+__all__ = ["LauncherHandle", "RankGroup", "fork_launcher"]
+
+_SLICE_S = 0.05
+_CLOSE_S = 2.0
+
+
+class RankGroup(Protocol):
+    """What the engine drives; forked (LauncherHandle) or threads (ThreadGroup)."""
+
+    pids: list[int]  #: of the running epoch's ranks; empty for threads
+
+    def wait_loaded(
+        self, progress: Progress | None = None, *, deadline_s: float | None = None
+    ) -> bytes:
+        """Wait for `load` and return its payload; its exceptions come out here.
+
+        Raises: UserError or AnyshardError as load raised, PeerLost if the launcher goes or
+        `deadline_s` passes (default: no deadline).
+        """
+        ...
+
+    def start(self, start: Start) -> FrontControl:
+        """Begin an epoch; a running one ends first. Raises: AnyshardError, PeerLost."""
+        ...
+
+    def poll(self) -> None:
+        """Return at once if all is well.
+
+        Raises: PeerLost with the rank, the reason and the log's tail as notes; UserError if a
+        rank raised one.
+        """
+        ...
+
+    def end(self) -> None:
+        """End the running epoch, if any; none of its ranks is left afterwards."""
+        ...
+
+    def close(self) -> None:
+        """End everything; may be called twice."""
+        ...
+
+
+def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) -> LauncherHandle:
+    """Fork the launcher, which begins to load at once.
+
+    Call it early: before any thread, and before anything large is imported. `deadline_s` bounds
+    how long the launcher may stay stopped. Both functions run in forked processes only.
+
+    Raises: AnyshardError off the main thread (the launcher would die with that thread).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise AnyshardError("fork the launcher on the main thread: it dies with its thread")
+    front_pid = os.getpid()
+    front, launcher = Channel.pair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        front.close()
+        run_launcher(launcher, front_pid, load, rank_main)
+    launcher.close()
+    return LauncherHandle(front, pid, deadline_s=deadline_s)
+
+
+def raise_lost(lost: RankLost) -> NoReturn:
+    """Raise what a lost rank means: its own UserError, or PeerLost with the log as notes."""
+    error: AnyshardError
+    if lost.exit_code == UserError.exit_code:
+        error = UserError(lost.reason)
+    else:
+        error = PeerLost(lost.reason, rank=lost.rank)
+    if lost.log_tail:
+        error.add_note(f"last lines of rank {lost.rank}:\n" + "\n".join(lost.log_tail))
+    raise error
+
+
+class LauncherHandle:
+    """A forked launcher, as its parent sees it; made by `fork_launcher`."""
+
+    def __init__(self, channel: Channel, pid: int, *, deadline_s: float) -> None:
+        self.pid = pid
+        self.pids: list[int] = []
+        self._channel = channel
+        self._deadline_s = deadline_s
+        self._readable = select.poll()
+        self._readable.register(channel, select.POLLIN)
+        self._region: EpochRegion | None = None
+        self._stopped_at: float | None = None
+        self._exit_status: int | None = None
+        self._epoch = -1
+        self._lost: RankLost | None = None
+        self._gone = ""  # why the launcher is no more
+
+    def wait_loaded(
+        self, progress: Progress | None = None, *, deadline_s: float | None = None
+    ) -> bytes:
+        """See RankGroup.wait_loaded."""
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        while True:
+            if deadline is not None and time.monotonic() > deadline:
+                raise PeerLost(f"loading took more than {deadline_s:g} s")
+            match self._next_message(_SLICE_S):
+                case LoadProgress(done, total):
+                    if progress is not None:
+                        progress(done, total)
+                case Loaded(payload):
+                    return payload
+                case Failed() as failed:
+                    self.close()
+                    self._raise_failed(failed)
+                case None:
+                    pass
+                case message:
+                    raise AnyshardError(f"the launcher sent {type(message).__name__}")
+
+    def start(self, start: Start) -> FrontControl:
+        """See RankGroup.start."""
+        self._forget_epoch()
+        self._epoch = start.epoch
+        self._send(start)
+        while True:
+            message, descriptors = self._next_with_descriptors(_SLICE_S)
+            match message:
+                case Started(epoch, pids) if epoch == start.epoch:
+                    self.pids = pids
+                    region = EpochRegion.attach(start.sizes, start.epoch, descriptors)
+                    self._region = region
+                    return FrontControl(region, poll=self.poll, deadline_s=start.deadline_s)
+                case Failed() as failed:
+                    self._raise_failed(failed)
+                case _:
+                    pass  # of an earlier epoch
+
+    def poll(self) -> None:
+        """See RankGroup.poll."""
+        while self._lost is None and (message := self._next_message(0.0)) is not None:
+            match message:
+                case RankLost(epoch) as lost if epoch == self._epoch:
+                    self._lost = lost
+                    self.pids = []
+                case Failed() as failed:
+                    self._raise_failed(failed)
+                case _:
+                    pass
+        if self._lost is not None:
+            raise_lost(self._lost)
+
+    def end(self) -> None:
+        """See RankGroup.end."""
+        if self._epoch < 0 or self._gone:
+            return
+        epoch, self._epoch = self._epoch, -1
+        self._send(End(epoch))
+        while True:
+            match self._next_message(_SLICE_S):
+                case Ended(ended) if ended == epoch:
+                    break
+                case _:
+                    pass
+        self._forget_epoch()
+
+    def close(self) -> None:
+        """See RankGroup.close; two seconds of grace, then SIGKILL."""
+        if self._exit_status is None:
+            with contextlib.suppress(ChannelClosed, OSError):
+                self._channel.send(Stop())
+            deadline = time.monotonic() + _CLOSE_S
+            while self._reap(os.WNOHANG) is None and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if self._exit_status is None:
+                os.kill(self.pid, signal.SIGKILL)
+                self._reap(0)
+        self._channel.close()
+        self._forget_epoch()
+        self._gone = self._gone or "the launcher is closed"
+
+    def _forget_epoch(self) -> None:
+        self.pids = []
+        self._lost = None
+        region, self._region = self._region, None
+        if region is not None:
+            region.close_descriptors()
+
+    def _raise_failed(self, failed: Failed) -> NoReturn:
+        error = UserError(failed.message) if failed.is_user else AnyshardError(failed.message)
+        error.exit_code = failed.exit_code
+        if failed.details:
+            error.add_note(failed.details)
+        raise error
+
+    def _send(self, message: Message) -> None:
+        if self._gone:
+            raise PeerLost(self._gone)
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            self._launcher_gone()
+
+    def _next_message(self, timeout_s: float) -> Message | None:
+        message, descriptors = self._next_with_descriptors(timeout_s)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return message
+
+    def _next_with_descriptors(self, timeout_s: float) -> tuple[Message | None, list[int]]:
+        """The launcher's next message, or None after `timeout_s`; raises if it is gone."""
+        if self._gone:
+            raise PeerLost(self._gone)
+        if self._readable.poll(timeout_s * 1e3):
+            try:
+                return self._channel.receive(self._deadline_s)
+            except (ChannelClosed, TimeoutError):
+                self._launcher_gone()
+        self._watch_launcher()
+        return None, []
+
+    def _reap(self, flags: int) -> int | None:
+        """The launcher's exit status once it has one; notes stops on the way."""
+        while self._exit_status is None:
+            try:
+                pid, status = os.waitpid(self.pid, flags | os.WUNTRACED | os.WCONTINUED)
+            except InterruptedError:
+                continue
+            if pid == 0:
+                return None
+            if os.WIFSTOPPED(status):
+                self._stopped_at = time.monotonic()
+            elif os.WIFCONTINUED(status):
+                self._stopped_at = None
+            else:
+                self._exit_status = status
+        return self._exit_status
+
+    def _watch_launcher(self) -> None:
+        if self._reap(os.WNOHANG) is not None:
+            self._launcher_gone()
+        if self._stopped_at is not None:
+            stopped_s = time.monotonic() - self._stopped_at
+            if stopped_s > self._deadline_s:
+                self._launcher_gone(f"the launcher has been stopped for {stopped_s:.1f} s")
+
+    def _launcher_gone(self, reason: str = "") -> NoReturn:
+        """Make sure the launcher is dead (its ranks die with it) and raise PeerLost."""
+        deadline = time.monotonic() + (0.0 if reason else 1.0)
+        while self._reap(os.WNOHANG) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self._exit_status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._reap(0)
+        status = self._exit_status
+        if not reason and status is not None and os.WIFSIGNALED(status):
+            reason = f"the launcher was killed by {signal_text(os.WTERMSIG(status))}"
+        elif not reason and status is not None:
+            reason = f"the launcher left with exit code {os.WEXITSTATUS(status)}"
+        self._gone = reason
+        self._channel.close()
+        self._forget_epoch()
+        raise PeerLost(reason)

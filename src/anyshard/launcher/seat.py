@@ -1,0 +1,92 @@
+"""What starts an epoch, and what a rank finds when it wakes up in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from anyshard.comm.base import Comm, CommKind
+from anyshard.comm.control import RankControl
+from anyshard.comm.region import EpochRegion, EpochSizes
+from anyshard.comm.shm import Shm
+from anyshard.comm.solo import Solo
+from anyshard.errors import AnyshardError, PeerLost, UserError
+
+__all__ = [
+    "EpochSizes",
+    "Load",
+    "Progress",
+    "RankMain",
+    "Seat",
+    "Start",
+    "failure_text",
+]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Begin an epoch: `payload` is for rank_main alone, everything else sizes the group.
+
+    `epoch` must be larger than any before. `deadline_s` bounds a rank's wait for one peer and
+    the time a rank may stay stopped.
+    """
+
+    epoch: int
+    payload: bytes
+    sizes: EpochSizes
+    deadline_s: float = 10.0
+
+    @property
+    def world(self) -> int:
+        """Ranks to start."""
+        return self.sizes.wires.world
+
+
+Progress = Callable[[int, int], None]
+#: Runs once in the launcher: (state that every rank inherits, payload for the front).
+Load = Callable[[Progress], tuple[object, bytes]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in an epoch; `state` is what `load` returned."""
+
+    start: Start
+    rank: int
+    state: object
+    control: RankControl
+    region: EpochRegion
+    kind: CommKind
+
+    @classmethod
+    def of(
+        cls, start: Start, *, rank: int, state: object, region: EpochRegion, kind: CommKind
+    ) -> Seat:
+        """Take the seat of `rank` in `region`."""
+        return cls(start, rank, state, RankControl(region, rank=rank), region, kind)
+
+    def comm(self) -> Comm:
+        """Solo for a world of one, else Shm over this epoch's region."""
+        if self.start.world == 1:
+            return Solo(self.start.sizes.wires)
+        return Shm(self.region, rank=self.rank, deadline_s=self.start.deadline_s, kind=self.kind)
+
+
+#: Serves frames until next_frame() returns None; an exception loses the rank.
+RankMain = Callable[[Seat], None]
+
+
+def failure_text(error: BaseException, *, rank: int) -> tuple[str, int, int]:
+    """(one line, blamed rank, exit code) for an exception that ended `rank`.
+
+    A user's mistake keeps its exit code; everything else is a lost peer (5).
+    """
+    exit_code = error.exit_code if isinstance(error, UserError) else PeerLost.exit_code
+    blamed = rank
+    if isinstance(error, PeerLost) and error.rank is not None:
+        blamed = error.rank
+    text = str(error).partition("\n")[0]
+    if not isinstance(error, AnyshardError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text, blamed, exit_code
