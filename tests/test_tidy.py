@@ -27,13 +27,14 @@ TIERS = {
     "quant": 1, "ops": 1, "_native": 1,
     "comm": 2, "launcher": 2, "pages": 2, "kv": 2, "checkpoint": 2, "tokenizer": 2,
     "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
+    "answer": 3,
     "fidelity": 4, "plan": 4,
     "worker": 5, "engine": 5,
     "serve": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 
 # Who may import the compiled module. Everybody else goes through these.
-NATIVE_IMPORTERS = ("ops/", "quant.py", "comm/shm.py", "fidelity.py")
+NATIVE_IMPORTERS = ("ops/", "quant.py", "comm/shm.py", "comm/signals.py", "fidelity.py")
 
 TORCH_IMPORTERS = ("comm/torch.py",)
 
@@ -59,6 +60,8 @@ REDUCING_FUNCTIONS = REDUCING_METHODS | {
     "average", "einsum", "fsum", "inner", "matmul", "nansum", "nanmean", "norm", "sumprod",
     "tensordot", "vdot", "vecdot", "matvec", "vecmat", "convolve", "correlate",
 }  # fmt: skip
+
+IMPORTING_CALL = re.compile(r"(?:^|\.)(?:import_module|__import__)$")
 
 INTEGER_REDUCTIONS = {"sum", "prod", "math.prod"}  # Python's own, for counts and shapes
 
@@ -116,6 +119,9 @@ def imports(source: Source) -> list[tuple[int, str]]:
                 up = node.level - 1 if is_package else node.level
                 base = ".".join([*here[: len(here) - up], *([base] if base else [])])
             found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and IMPORTING_CALL.search(dotted(node.func)):
+            names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            found += [(node.lineno, str(names[0]) if names else "(computed)")]
     return found
 
 
@@ -168,6 +174,8 @@ def import_cycles(sources: list[Source]) -> Findings:
 def foreign_imports(source: Source) -> Findings:
     for line, name in imports(source):
         top = name.split(".")[0]
+        if top == "(computed)":
+            yield f"{source.path}:{line}: imports a module whose name is computed"
         if top == "torch" and not source.allowed(TORCH_IMPORTERS):
             yield f"{source.path}:{line}: only {TORCH_IMPORTERS} may import torch"
         if top in FORBIDDEN_MODULES:
@@ -263,6 +271,8 @@ def public_names(source: Source) -> Findings:
     names = defined_names(source.tree)
     assigned = names.get("__all__")
     value = getattr(assigned, "value", None)
+    if source.path.endswith("__init__.py") and not names:
+        return
     if not isinstance(value, ast.List | ast.Tuple):
         yield f"{source.path}: no __all__ written as a list"
         return
@@ -303,7 +313,9 @@ def read(paths: list[Path], base: Path) -> list[Source]:
 
 
 def package_sources() -> list[Source]:
-    return read(list(PACKAGE.rglob("*.py")), PACKAGE)
+    """The modules; a script that only the build runs, in _native/, is none."""
+    found = [p for p in PACKAGE.rglob("*.py") if PACKAGE / "_native" not in p.parents]
+    return read(found, PACKAGE)
 
 
 def repository_files(endings: tuple[str, ...]) -> list[Source]:
@@ -363,6 +375,9 @@ BREACHES = [
     ("foreign imports", "engine.py", HEAD + "import pickle\n"),
     ("foreign imports", "launcher.py", HEAD + "from multiprocessing import Process\n"),
     ("foreign imports", "tokenizer.py", HEAD + "from transformers import AutoTokenizer\n"),
+    ("foreign imports", "worker.py", HEAD + "m = importlib.import_module('torch')\n"),
+    ("foreign imports", "worker.py", HEAD + "m = importlib.import_module(name)\n"),
+    ("foreign imports", "worker.py", HEAD + "m = import_module('anyshard._native')\n"),
     ("foreign imports", "worker.py", HEAD + "from anyshard import _native\n"),
     ("foreign imports", "worker.py", HEAD + "from anyshard._native import Pool\n"),
     ("pickling", "comm/torch.py", HEAD + "dist.all_gather_object(a, b)\n"),
