@@ -9,6 +9,8 @@ every wait has the whole deadline and a failure ends the rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +28,11 @@ from anyshard.comm.base import (
     check_floats,
     flat_floats,
 )
-from anyshard.errors import AnyshardError, PeerLost
+from anyshard.errors import PeerLost
 
 __all__ = ["Torch"]
 
+_distributed: Any = distributed  # its stubs leave out most of what is used here
 _HOP_TAG = 0
 _FIRST_EXCHANGE_TAG = 1
 
@@ -70,27 +73,30 @@ class _TorchExchange:
                 (self._own_copy if peer == mine else self._tensors[peer])[:wire_floats]
                 for peer in range(comm.tp)
             ]
-            comm.wait(
-                lambda: comm.group.allgather([outputs], [self._tensors[mine][:wire_floats]]),
-                self._what,
-            )
+            with comm.losing_peers(self._what):
+                comm.finish(
+                    comm.group.allgather([outputs], [self._tensors[mine][:wire_floats]]),
+                    self._what,
+                )
             comm.counters.add(self._spec.kind, num_floats=wire_floats, num_messages=comm.tp - 1)
         elif comm.tp_rank == 0:
             self._receive_all(wire_floats)
         else:
             mine_tensor = self._tensors[comm.tp_rank][:num_floats]
-            comm.wait(lambda: comm.group.send([mine_tensor], 0, self._tag), self._what)
+            with comm.losing_peers(self._what):
+                comm.finish(comm.group.send([mine_tensor], 0, self._tag), self._what)
             comm.counters.add(self._spec.kind, num_floats=num_floats, num_messages=1)
 
     def _receive_all(self, wire_floats: int) -> None:
         """The root posts all receives, then waits: a shorter message fills the front part."""
         comm = self._comm
-        works = [
-            comm.group.recv([self._tensors[peer][:wire_floats]], peer, self._tag)
-            for peer in range(1, comm.tp)
-        ]
-        for work in works:
-            comm.wait(lambda work=work: work, self._what)  # type: ignore[misc]
+        with comm.losing_peers(self._what):
+            works = [
+                comm.group.recv([self._tensors[peer][:wire_floats]], peer, self._tag)
+                for peer in range(1, comm.tp)
+            ]
+            for work in works:
+                comm.finish(work, self._what)
 
     @property
     def _what(self) -> str:
@@ -119,13 +125,11 @@ class Torch:
         self._sizes = sizes
         torch.set_num_threads(1)
         self._timeout = timedelta(seconds=deadline_s)
-        try:
-            store = distributed.FileStore(f"/proc/self/fd/{store_fd}", self.world)
+        with self.losing_peers("the rendezvous"):
+            store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", self.world)
             store.set_timeout(self._timeout)
             self.group = self._gloo(store, f"stage{self.stage}", self.tp_rank, self.tp)
             self._hops = self._gloo(store, "hops", rank, self.world) if self.pp > 1 else None
-        except RuntimeError as error:
-            raise self._lost("the rendezvous", error) from error
         self._exchanges = {
             spec.name: _TorchExchange(self, index, spec)
             for index, spec in enumerate(sizes.exchanges)
@@ -135,24 +139,27 @@ class Torch:
         self._sent = 0
 
     def _gloo(self, store: Any, name: str, rank: int, size: int) -> Any:
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(interface="lo")]
+        options = _distributed.ProcessGroupGloo._Options()
+        options._devices = [_distributed.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = self._timeout
-        return distributed.ProcessGroupGloo(
-            distributed.PrefixStore(name, store), rank, size, options
+        return _distributed.ProcessGroupGloo(
+            _distributed.PrefixStore(name, store), rank, size, options
         )
 
-    def _lost(self, what: str, error: Exception) -> PeerLost:
-        first_line = str(error).partition("\n")[0]
-        return PeerLost(f"rank {self.rank} lost a peer in {what}: {first_line}")
-
-    def wait(self, begin: Any, what: str) -> None:
-        """Start a Gloo work and wait for it. Raises: PeerLost."""
+    @contextmanager
+    def losing_peers(self, what: str) -> Iterator[None]:
+        """Gloo's RuntimeError inside becomes PeerLost."""
         try:
-            if not begin().wait(self._timeout):
-                raise PeerLost(f"rank {self.rank} waited {self.deadline_s:g} s in {what}")
+            yield
         except RuntimeError as error:
-            raise self._lost(what, error) from error
+            first_line = str(error).partition("\n")[0]
+            message = f"rank {self.rank} lost a peer in {what}: {first_line}"
+            raise PeerLost(message) from error
+
+    def finish(self, work: Any, what: str) -> None:
+        """Wait for a Gloo work. Raises: PeerLost when it has not ended by the deadline."""
+        if not work.wait(self._timeout):
+            raise PeerLost(f"rank {self.rank} waited {self.deadline_s:g} s in {what}")
 
     def exchange(self, name: str) -> _TorchExchange:
         """The exchange of that name. Raises: ValueError naming those that exist."""
@@ -166,24 +173,22 @@ class Torch:
         flat = flat_floats(values, self._sizes.hop_floats)
         slot = self._sent % HOP_DEPTH
         self._sent += 1
-        earlier = self._under_way[slot]
-        if earlier is not None:
-            self.wait(lambda: earlier, "a hop to the next stage")
-        message = self._ring[slot][: flat.size]
-        message.numpy()[:] = flat
-        self._under_way[slot] = self._hops.send([message], self.rank + self.tp, _HOP_TAG)
+        with self.losing_peers("a hop to the next stage"):
+            if self._under_way[slot] is not None:
+                self.finish(self._under_way[slot], "a hop to the next stage")
+            message = self._ring[slot][: flat.size]
+            message.numpy()[:] = flat
+            self._under_way[slot] = self._hops.send([message], self.rank + self.tp, _HOP_TAG)
         self.counters.add("hop", num_floats=flat.size, num_messages=1)
 
     def receive(self, into: FloatArray) -> None:
-        """The next message of the previous stage. Raises: PeerLost; AnyshardError on stage 0."""
-        hops = self._hops
-        if hops is None or self.stage == 0:
-            raise AnyshardError("stage 0 has no previous stage")
+        """The next message of the previous stage. Raises: PeerLost; ValueError on stage 0."""
+        if self._hops is None or self.stage == 0:
+            raise ValueError("stage 0 has no previous stage")
         tensor = torch.from_numpy(flat_floats(into, self._sizes.hop_floats))
-        self.wait(
-            lambda: hops.recv([tensor], self.rank - self.tp, _HOP_TAG),
-            "a hop from the previous stage",
-        )
+        with self.losing_peers("a hop from the previous stage"):
+            work = self._hops.recv([tensor], self.rank - self.tp, _HOP_TAG)
+            self.finish(work, "a hop from the previous stage")
 
     def close(self) -> None:
         """Forget the groups; a rank that leaves by exit code need not call it."""
