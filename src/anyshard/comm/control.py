@@ -21,6 +21,7 @@ from anyshard.comm.base import WIRE_KINDS, Counters, EpochAborted, FloatArray, W
 from anyshard.comm.region import (
     CHANNEL_ACK,
     CHANNEL_FRAME,
+    CHANNEL_READY,
     CHANNEL_RESULT,
     FAILURE_BYTES,
     FRAME_HEADER,
@@ -53,6 +54,7 @@ Int32Array = NDArray[np.int32]
 
 FRAME_MAGIC = 0x31534E41  # "ANS1"
 _BODY = 64  # byte offset of rows in a frame slot, of tokens in a result slot
+STARTUP_S = 60.0  # ranks may take this long from fork to their first next_frame
 _SLICE_S = 0.02  # the front looks at its launcher this often while it waits
 
 
@@ -186,6 +188,8 @@ class RankControl:
         `deadline_s` passes; EpochAborted.
         """
         timeout_us = -1 if deadline_s is None else round(deadline_s * 1e6)
+        if self._sequence == 0:
+            self._signals.publish(CHANNEL_READY, 1, (self._region.front,))
         while True:
             sequence = self._sequence + 1
             status = self._frames.wait(sequence % WRAP, timeout_us)
@@ -316,7 +320,18 @@ class FrontControl:
         )
         self._records = [region.status(rank) for rank in self._ranks]
         self._read = 0
+        self._ready = False
         self._result_slots = [_ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
+
+    def wait_ready(self, *, deadline_s: float = STARTUP_S) -> None:
+        """Until every rank has asked for its first frame; `send_frame` does it if you do not.
+
+        Deadlines of exchanges start to count after this, so a slow start is not a lost rank.
+        Raises: PeerLost.
+        """
+        ready = self._signals.waiter(CHANNEL_READY, receivers=(), senders=self._ranks, spin_us=0)
+        self._wait(ready, 1, deadline_s, "all ranks to be ready")
+        self._ready = True
 
     def send_frame(
         self,
@@ -330,6 +345,8 @@ class FrontControl:
         bound, PeerLost.
         """
         self._poll()
+        if not self._ready:
+            self.wait_ready()
         sizes = self._sizes
         pages = np.zeros(0, PAGE) if pages is None else pages
         if len(rows) > sizes.rows_max or len(pages) > sizes.pages_max:

@@ -37,6 +37,7 @@ __all__ = [
     "CHANNEL_FRAME",
     "CHANNEL_HOP",
     "CHANNEL_HOP_ACK",
+    "CHANNEL_READY",
     "CHANNEL_RESULT",
     "PAGE",
     "ROW",
@@ -52,7 +53,8 @@ CHANNEL_ACK = 1  # each rank: frame n is copied out
 CHANNEL_RESULT = 2  # the sampler: result n stands in its slot
 CHANNEL_HOP = 3  # each sender: message n stands in its ring
 CHANNEL_HOP_ACK = 4  # each receiver: message n is copied out
-CHANNEL_EXCHANGES = 5  # and one more per exchange
+CHANNEL_READY = 5  # each rank: 1, it is set up and asks for its first frame
+CHANNEL_EXCHANGES = 6  # and one more per exchange
 
 #: One row of a frame: sequence slot, position in the sequence, token id, generation, flag bits.
 ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generation", "flags")])

@@ -28,6 +28,7 @@ from anyshard.comm.base import (
     check_floats,
     flat_floats,
 )
+from anyshard.comm.control import STARTUP_S
 from anyshard.errors import PeerLost
 
 __all__ = ["Torch"]
@@ -107,7 +108,7 @@ class Torch:
     """One rank over Gloo on this host.
 
     `store_fd` is a memfd that all ranks inherited (EpochRegion.store_fd). Raises: PeerLost if
-    not all ranks arrive within `deadline_s`.
+    not all ranks arrive within STARTUP_S (or `deadline_s`, if that is longer).
     """
 
     kind: CommKind = "torch"
@@ -127,7 +128,7 @@ class Torch:
         self._timeout = timedelta(seconds=deadline_s)
         with self.losing_peers("the rendezvous"):
             store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", self.world)
-            store.set_timeout(self._timeout)
+            store.set_timeout(timedelta(seconds=max(deadline_s, STARTUP_S)))  # imports take a while
             self.group = self._gloo(store, f"stage{self.stage}", self.tp_rank, self.tp)
             self._hops = self._gloo(store, "hops", rank, self.world) if self.pp > 1 else None
         self._exchanges = {
