@@ -1,0 +1,279 @@
+"""The native core: the ops of a step in C++, with the bits of their twins in `ops.reference`.
+
+Every op is bound once to its arrays: the constructor checks dtype, shape and contiguity
+(ValueError, one sentence) and keeps the arrays alive; `run` checks the row count and every index
+it will follow (ValueError), releases the GIL and allocates nothing.
+
+Shapes: R rows_max, D hidden, H query heads here, G KV heads here, d head dim (a multiple of 8,
+at most 256), F ffn here, N outputs, K inputs, V vocabulary rows here, P pages, S slots, B blocks
+of a slot, C positions, L leaves. Panels are float32 [ceil(N/8), K, 8]; their stride between
+panels is free, so a cut of k is a view. None for panels stands for zero outputs.
+
+`leaf_lengths` [L] (1..64 each) and `merges` [L] are the post-order program of a sum: after leaf
+i, merges[i] times left + right; L - sum(merges) nodes are left.
+
+Held by: tests/test_native_*.py.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Attention",
+    "Embed",
+    "GateUp",
+    "Gather",
+    "Head",
+    "Pool",
+    "Qkv",
+    "Reduce",
+    "RowLinear",
+    "argmax",
+    "available_bodies",
+    "gumbel_argmax",
+    "pack_panels",
+    "shm_abort",
+    "shm_publish",
+]
+
+Body = Literal["avx2", "scalar"]
+PackType = Literal["F32", "F16", "BF16", "Q8_0", "Q4_1"]
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+
+def available_bodies() -> list[str]:
+    """Bodies that this CPU can run, the fastest first; "scalar" is always there."""
+
+@final
+class Pool:
+    """Threads that run ops together; 1 computes on the caller. No result depends on them.
+
+    spin: wait for work in a short loop before sleeping; not when threads outnumber cores.
+    Make it after forking: threads do not survive a fork.
+    """
+
+    def __init__(self, threads: int, body: str, spin: bool) -> None: ...
+    @property
+    def threads(self) -> int:
+        """Threads, the caller included."""
+
+    @property
+    def body(self) -> str:
+        """Which kernels run."""
+
+    def close(self) -> None:
+        """End the threads; a later `run` on this pool raises RuntimeError."""
+
+@final
+class Embed:
+    """out[row] = embedding row tokens[row]. panels [V/8, D, 8], tokens [R], out [R, D]."""
+
+    def __init__(
+        self, pool: Pool, panels: F32 | None, vocab: int, tokens: I32, out: F32
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]."""
+
+@final
+class Qkv:
+    """Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages.
+
+    x [R, D], norm_weight [D], q_out [R, H*d], cos and sin [C, d/2], k_cache [P, G, d, 32],
+    v_cache [P, G, 32, d], page_table [S, B], row_slot, positions and row_fault [R]; biases as
+    wide as their outputs or None; q_norm and k_norm must be None.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        x: F32,
+        norm_weight: F32,
+        eps: float,
+        q_panels: F32 | None,
+        k_panels: F32 | None,
+        v_panels: F32 | None,
+        q_bias: F32 | None,
+        k_bias: F32 | None,
+        v_bias: F32 | None,
+        q_norm: None,
+        k_norm: None,
+        leaf_lengths: I32,
+        merges: I32,
+        head_dim: int,
+        q_scale: float,
+        cos: F32,
+        sin: F32,
+        positions: I32,
+        q_out: F32,
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Rows of this step; their k and v are in the cache when it returns."""
+
+@final
+class Attention:
+    """Each row attends to keys 0..position of its slot. q and out [R, H*d], kv_head_of [H]."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        q: F32,
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        head_dim: int,
+        kv_head_of: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]; a head with a score outside +-2^20 gets NaN and its row a fault."""
+
+@final
+class RowLinear:
+    """This rank's nodes of a row-parallel linear. a [R, K], out: at least nodes*R*N floats."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        a: F32,
+        panels: F32 | None,
+        num_outputs: int,
+        leaf_lengths: I32,
+        merges: I32,
+        out: F32,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Write [nodes][rows][N], packed for these rows, to the front of out."""
+
+@final
+class Reduce:
+    """x += merged nodes of all ranks (+ bias). sources: one flat array a rank, in rank order."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[F32],
+        nodes_per_source: Sequence[int],
+        merges: I32,
+        bias: F32 | None,
+        x: F32,
+        num_outputs: int,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Node j of a source is at [(j * rows + row) * N + n]."""
+
+@final
+class GateUp:
+    """Norm, gate and up projections with bias, out = SiLU(gate) * up. x [R, D], out [R, F]."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        x: F32,
+        norm_weight: F32,
+        eps: float,
+        gate_panels: F32 | None,
+        up_panels: F32 | None,
+        num_outputs: int,
+        gate_bias: F32 | None,
+        up_bias: F32 | None,
+        leaf_lengths: I32,
+        merges: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]."""
+
+@final
+class Head:
+    """Logits of sampled rows: out[i] = head(norm(x[sample_rows[i]])). out [R, V]."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        x: F32,
+        sample_rows: I32,
+        norm_weight: F32,
+        eps: float,
+        panels: F32 | None,
+        num_outputs: int,
+        bias: F32 | None,
+        leaf_lengths: I32,
+        merges: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None: ...
+    def run(self, num_sampled: int) -> None:
+        """Fill out[:num_sampled]."""
+
+def argmax(logits: F32, *, body: str = "") -> tuple[int, float]:
+    """(id, value) of the largest logit, the lowest id on ties.
+
+    The id is -1 if a logit is NaN or the largest is infinite. body: "" is the best one here.
+    """
+
+def gumbel_argmax(
+    logits: F32,
+    temperature: float,
+    key: int,
+    position: int,
+    choice: int,
+    stream: int,
+    mask: U8 | None = None,
+    *,
+    body: str = "",
+) -> int:
+    """argmax over ids with mask != 0 of logit + temperature * G(key, position, choice, stream, id).
+
+    -1 if an allowed score is NaN, or none is finite.
+    """
+
+def pack_panels(
+    pool: Pool,
+    panels: F32,
+    source: U8,
+    type: str,
+    num_rows: int,
+    num_columns: int,
+    row_map: I32 | None = None,
+) -> bool:
+    """Widen raw rows as the `gguf` package does and pack them; whether all values are finite.
+
+    Row n of the panels is raw row row_map[n]; lanes past num_rows are +0.
+    """
+
+@final
+class Gather:
+    """A wait on other ranks' lines in shared memory; see comm/signals.py."""
+
+    def __init__(
+        self, words: U32, mine: int, peers: Sequence[int], abort_index: int, spin_us: int
+    ) -> None: ...
+    def run(self, value: int, timeout_us: int) -> int:
+        """Publish value on my line, then wait for the peers'."""
+
+    def wait(self, value: int, timeout_us: int) -> int:
+        """0 reached, -1 aborted, 1 + i: peer i is late."""
+
+def shm_publish(words: U32, index: int, value: int) -> None:
+    """Store value on a line and wake its sleepers."""
+
+def shm_abort(words: U32, abort_index: int) -> None:
+    """Set the abort word and wake every line."""

@@ -1,0 +1,152 @@
+#include "array.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace anyshard {
+namespace {
+
+const char* name_of(Element element) {
+  switch (element) {
+    case Element::kFloat:
+      return "float32";
+    case Element::kInt:
+      return "int32";
+    default:
+      return "uint8";
+  }
+}
+
+bool matches(Element element, const Py_buffer& view) {
+  const char* format = view.format != nullptr ? view.format : "B";
+  if (*format == '=' || *format == '@') ++format;
+  if (std::strlen(format) != 1) return false;
+  switch (element) {
+    case Element::kFloat:
+      return *format == 'f' && view.itemsize == 4;
+    case Element::kInt:
+      return (*format == 'i' || *format == 'l') && view.itemsize == 4;
+    default:
+      return (*format == 'B' || *format == '?') && view.itemsize == 1;
+  }
+}
+
+std::string text_of(std::initializer_list<int64_t> shape) {
+  std::string text = "[";
+  for (const int64_t size : shape) {
+    if (text.size() > 1) text += ", ";
+    text += size == kAny ? "any" : std::to_string(size);
+  }
+  return text + "]";
+}
+
+}  // namespace
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void Array::acquire(PyObject* object, const char* name, Element element, bool writable) {
+  const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(object, &view_, flags) != 0) {
+    PyErr_Clear();
+    throw std::invalid_argument(std::string(name) + " must be " +
+                                (writable ? "a writable " : "an ") + "array of " +
+                                name_of(element));
+  }
+  held_ = true;
+  require(matches(element, view_), std::string(name) + " must be of " + name_of(element) +
+                                       ", its format is '" +
+                                       (view_.format != nullptr ? view_.format : "B") + "'");
+  require(reinterpret_cast<uintptr_t>(view_.buf) % static_cast<uintptr_t>(view_.itemsize) == 0,
+          std::string(name) + " is not aligned to its element size");
+}
+
+std::string Array::shape_text() const {
+  std::string text = "[";
+  for (int dim = 0; dim < view_.ndim; ++dim) {
+    if (dim > 0) text += ", ";
+    text += std::to_string(view_.shape[dim]);
+  }
+  return text + "]";
+}
+
+void Array::check_shape(const char* name, std::initializer_list<int64_t> shape) const {
+  bool equal = view_.ndim == static_cast<int>(shape.size());
+  int dim = 0;
+  for (const int64_t wanted : shape) {
+    equal = equal && (wanted == kAny || wanted == view_.shape[dim]);
+    ++dim;
+  }
+  require(equal,
+          std::string(name) + " has shape " + shape_text() + "; " + text_of(shape) + " is needed");
+}
+
+Array::Array(PyObject* object, const char* name, Element element,
+             std::initializer_list<int64_t> shape, bool writable) {
+  try {
+    acquire(object, name, element, writable);
+    check_shape(name, shape);
+    require(PyBuffer_IsContiguous(&view_, 'C') != 0, std::string(name) + " must be C-contiguous");
+  } catch (...) {
+    if (held_) PyBuffer_Release(&view_);
+    throw;
+  }
+}
+
+// Py_buffer's shape may point into the struct itself only for one-dimensional byte exporters that
+// fill it through PyBuffer_FillInfo; NumPy allocates it. Copying the struct is safe for NumPy, and
+// a moved-from view is never released.
+Array::Array(Array&& other) noexcept
+    : view_(other.view_), held_(std::exchange(other.held_, false)) {
+  if (other.view_.shape == &other.view_.len) view_.shape = &view_.len;
+  if (other.view_.strides == &other.view_.itemsize) view_.strides = &view_.itemsize;
+}
+
+Array& Array::operator=(Array&& other) noexcept {
+  if (this != &other) {
+    if (held_) PyBuffer_Release(&view_);
+    view_ = other.view_;
+    held_ = std::exchange(other.held_, false);
+    if (other.view_.shape == &other.view_.len) view_.shape = &view_.len;
+    if (other.view_.strides == &other.view_.itemsize) view_.strides = &view_.itemsize;
+  }
+  return *this;
+}
+
+Array::~Array() {
+  if (held_) PyBuffer_Release(&view_);
+}
+
+Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t num_outputs,
+               bool writable) {
+  require(num_outputs >= 0, std::string(name) + ": the number of outputs is below 0");
+  if (object == Py_None) {
+    require(num_outputs == 0, std::string(name) + " is None, but " + std::to_string(num_outputs) +
+                                  " outputs are asked for");
+    return;
+  }
+  try {
+    acquire(object, name, Element::kFloat, writable);
+    check_shape(name, {(num_outputs + 7) / 8, num_inputs, 8});
+    const bool empty = view_.shape[0] == 0 || view_.shape[1] == 0;
+    const bool inner =
+        empty || (view_.strides[2] == 4 && (view_.shape[1] == 1 || view_.strides[1] == 32));
+    const int64_t stride = empty || view_.shape[0] == 1 ? 0 : view_.strides[0];
+    require(inner && stride >= 0 && stride % 4 == 0,
+            std::string(name) + " must be float32 panels with strides (any, 32, 4) bytes");
+    panel_stride_ = stride / 4;
+  } catch (...) {
+    if (held_) PyBuffer_Release(&view_);
+    throw;
+  }
+}
+
+Array optional_array(PyObject* object, const char* name, Element element,
+                     std::initializer_list<int64_t> shape) {
+  if (object == Py_None) return Array();
+  return Array(object, name, element, shape);
+}
+
+}  // namespace anyshard

@@ -1,0 +1,68 @@
+// A NumPy array as a checked pointer: what the ops keep of their arguments.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+namespace anyshard {
+
+enum class Element { kFloat, kInt, kByte };
+
+constexpr int64_t kAny = -1;  // in a wanted shape: any size
+
+// Holds the buffer of an array (and so the array's memory) for as long as it lives. The array must
+// be C-contiguous with the wanted dtype and shape. Throws std::invalid_argument, one sentence.
+// Construct and destroy with the GIL held.
+class Array {
+ public:
+  Array() = default;
+  Array(PyObject* object, const char* name, Element element, std::initializer_list<int64_t> shape,
+        bool writable = false);
+  Array(Array&& other) noexcept;
+  Array& operator=(Array&& other) noexcept;
+  ~Array();
+
+  bool present() const { return held_; }
+  int64_t size(int dim) const { return view_.shape[dim]; }
+  int64_t num_bytes() const { return view_.len; }
+  const float* floats() const { return held_ ? static_cast<const float*>(view_.buf) : nullptr; }
+  const int32_t* ints() const { return static_cast<const int32_t*>(view_.buf); }
+  const uint8_t* bytes() const { return static_cast<const uint8_t*>(view_.buf); }
+  float* writable_floats() const { return static_cast<float*>(view_.buf); }
+  int32_t* writable_ints() const { return static_cast<int32_t*>(view_.buf); }
+
+ protected:
+  void acquire(PyObject* object, const char* name, Element element, bool writable);
+  void check_shape(const char* name, std::initializer_list<int64_t> shape) const;
+  std::string shape_text() const;
+
+  Py_buffer view_{};
+  bool held_ = false;
+};
+
+// Weight panels [P, K, 8] float32: K x 8 contiguous, any stride between panels (a cut of k).
+// None stands for zero outputs.
+class Panels : public Array {
+ public:
+  Panels() = default;
+  Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t num_outputs,
+         bool writable = false);
+
+  int64_t panel_stride() const { return panel_stride_; }  // floats
+
+ private:
+  int64_t panel_stride_ = 0;
+};
+
+// An array, or nothing for None.
+Array optional_array(PyObject* object, const char* name, Element element,
+                     std::initializer_list<int64_t> shape);
+
+// Throws std::invalid_argument(message) unless the condition holds.
+void require(bool condition, const std::string& message);
+
+}  // namespace anyshard

@@ -1,0 +1,234 @@
+// Attention over pages of 32 tokens: eight interleaved stripes with an integer maximum each,
+// merged by a fixed tree. K pages are [d][32] (lane = key), V pages are [32][d].
+//
+// A state is kStateHeader floats (M as int bits, l, out-of-range flag as int bits) and o[d].
+#pragma once
+
+#include "elementary.h"
+#include "linear.h"
+
+constexpr int32_t kEmptyMax = -(1 << 30);
+constexpr float kScoreLimit = 0x1p20f;
+
+struct StateHeader {
+  int32_t high;
+  float total;
+  int32_t out_of_range;
+};
+
+ANYSHARD_INLINE StateHeader read_header(const float* state) {
+  StateHeader header;
+  __builtin_memcpy(&header, state, sizeof header);
+  return header;
+}
+ANYSHARD_INLINE void write_header(float* state, StateHeader header) {
+  __builtin_memcpy(state, &header, sizeof header);
+}
+
+// Scores of Pairs queries against the 32 keys of a page, and probability-weighted sums of values:
+// register tiles of pairs x vectors, indices named at compile time (see linear.h).
+template <int Pairs>
+struct ScoreTile {
+  using PairIndices = typename CountTo<Pairs>::type;
+  using Tile4 = Tile<Pairs, 4>;
+
+  template <int... R>
+  static ANYSHARD_INLINE void run(const Pair* pairs, const float* keys, int head_dim, float* scores,
+                                  Sequence<R...> rows) {
+    constexpr typename CountTo<4>::type vectors{};
+    constexpr typename CountTo<Pairs * 4>::type all{};
+    const float* q[Pairs] = {pairs[R].query...};
+    Vec acc[Pairs * 4];
+    Tile4::clear(acc, all);
+    for (int d = 0; d < head_dim; ++d) {
+      step(acc, q, keys, d, rows, vectors);
+      keys += kBlock;
+    }
+    Tile4::push(acc, scores, all);
+  }
+
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void step(Vec (&acc)[Pairs * 4], const float* const (&q)[Pairs],
+                                   const float* keys, int d, Sequence<R...> rows, Sequence<V...>) {
+    const Vec queries[Pairs] = {broadcast(q[R][d])...};
+    (vector_step<V>(acc, queries, load(keys + V * kLanes), rows), ...);
+  }
+  template <int V, int... R>
+  static ANYSHARD_INLINE void vector_step(Vec (&acc)[Pairs * 4], const Vec (&queries)[Pairs],
+                                          Vec keys, Sequence<R...>) {
+    ((acc[R * 4 + V] = fma(queries[R], keys, acc[R * 4 + V])), ...);
+  }
+};
+
+template <int Pairs, int Vectors>
+struct ValueTile {
+  using PairTile = Tile<Pairs, Vectors>;
+
+  // o[dims of the tile] = o * factor, then one chain over keys [0, count).
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void run(const float* values, int head_dim, const float* weights,
+                                  const float* factors, int count, float* out, size_t stride,
+                                  Sequence<R...>, Sequence<V...> vectors) {
+    Vec acc[Pairs * Vectors];
+    (scale_row<R>(acc, out + R * stride, broadcast(factors[R]), vectors), ...);
+    for (int j = 0; j < count; ++j) {
+      const Vec v[Vectors] = {load(values + V * kLanes)...};
+      (PairTile::template row_step<R>(acc, v, broadcast(weights[R * kBlock + j]), vectors), ...);
+      values += head_dim;
+    }
+    (store_row<R>(acc, out + R * stride, vectors), ...);
+  }
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void scale_row(Vec (&acc)[Pairs * Vectors], const float* out, Vec factor,
+                                        Sequence<V...>) {
+    ((acc[Row * Vectors + V] = mul(load(out + V * kLanes), factor)), ...);
+  }
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void store_row(const Vec (&acc)[Pairs * Vectors], float* out,
+                                        Sequence<V...>) {
+    (store(out + V * kLanes, acc[Row * Vectors + V]), ...);
+  }
+};
+
+template <int Pairs, int Vectors>
+inline __attribute__((noinline)) void add_value_tile(const float* values, int head_dim,
+                                                     const float* weights, const float* factors,
+                                                     int count, float* out, size_t stride) {
+  ValueTile<Pairs, Vectors>::run(values, head_dim, weights, factors, count, out, stride,
+                                 typename CountTo<Pairs>::type{},
+                                 typename CountTo<Vectors>::type{});
+}
+
+// All head_dim outputs of Pairs states, four vectors of dims at a time.
+template <int Pairs>
+inline void add_values(const float* values, int head_dim, const float* weights,
+                       const float* factors, int count, float* out, size_t stride) {
+  int d = 0;
+  for (; d + 32 <= head_dim; d += 32) {
+    add_value_tile<Pairs, 4>(values + d, head_dim, weights, factors, count, out + d, stride);
+  }
+  for (; d + 8 <= head_dim; d += 8) {
+    add_value_tile<Pairs, 1>(values + d, head_dim, weights, factors, count, out + d, stride);
+  }
+}
+
+// scores[32] become probabilities; returns the factor for what the state held before.
+inline float update_header(float* scores, int num_visible, float* state) {
+  StateHeader header = read_header(state);
+  const Vec lowest = broadcast(-__builtin_inff());
+  Vec s[4];
+  Vec highest = lowest;
+  IntVec bad = broadcast_int(0);
+  for (int v = 0; v < 4; ++v) {
+    const IntVec visible = first_lanes(num_visible - 8 * v);
+    s[v] = load(scores + 8 * v);
+    bad = or_mask(bad, and_mask(visible, not_less_equal(absolute(s[v]), broadcast(kScoreLimit))));
+    s[v] = select(visible, s[v], lowest);
+  }
+  if (any(bad)) {
+    header.out_of_range = 1;
+    for (int v = 0; v < 4; ++v) {
+      s[v] = select(first_lanes(num_visible - 8 * v), zero(), lowest);
+    }
+  }
+  for (int v = 0; v < 4; ++v) highest = max(s[v], highest);
+  const float top = largest(highest);
+  int32_t high = static_cast<int32_t>(top);  // towards zero; |top| <= 2^20
+  if (static_cast<float>(high) < top) ++high;
+  if (header.high > high) high = header.high;
+  Vec p[4];
+  for (int v = 0; v < 4; ++v) {
+    // invisible lanes: exp2 of -infinity would be NaN minus NaN, so they never enter
+    const IntVec visible = first_lanes(num_visible - 8 * v);
+    const Vec t = sub(select(visible, s[v], zero()), broadcast(static_cast<float>(high)));
+    p[v] = select(visible, exp2_vec(t), zero());
+    store(scores + 8 * v, p[v]);
+  }
+  const float factor = power_of_two(header.high - high);
+  const float sum = halving_sum(add(add(p[0], p[2]), add(p[1], p[3])));
+  header.total = header.total * factor + sum;
+  header.high = high;
+  write_header(state, header);
+  return factor;
+}
+
+// One page for Pairs consecutive pairs; every pair sees `num_visible[r]` of its keys.
+template <int Pairs>
+inline void visit_page(const Pair* pairs, bool is_last, const float* keys, const float* values,
+                       int head_dim, float* states, size_t stride) {
+  alignas(32) float scores[Pairs * kBlock];
+  float factors[Pairs];
+  ScoreTile<Pairs>::run(pairs, keys, head_dim, scores, typename CountTo<Pairs>::type{});
+  int common = kBlock;
+  for (int r = 0; r < Pairs; ++r) {
+    const int visible = is_last ? pairs[r].num_visible : kBlock;
+    factors[r] = update_header(scores + r * kBlock, visible, states + r * stride);
+    if (visible < common) common = visible;
+  }
+  float* out = states + kStateHeader;
+  add_values<Pairs>(values, head_dim, scores, factors, common, out, stride);
+  for (int r = 0; is_last && r < Pairs; ++r) {
+    const int rest = pairs[r].num_visible - common;
+    if (rest == 0) continue;
+    const float one = 1.0f;  // o * 1 keeps the bits: the chain goes on
+    add_values<1>(values + common * head_dim, head_dim, scores + r * kBlock + common, &one, rest,
+                  out + r * stride, stride);
+  }
+}
+
+inline void attention_stripe(const AttentionUnit& unit, int stripe, float* states) {
+  const int head_dim = unit.head_dim;
+  const size_t stride = static_cast<size_t>(head_dim) + kStateHeader;
+  for (int r = 0; r < unit.num_pairs; ++r) {
+    float* state = states + static_cast<size_t>(r) * stride;
+    for (size_t i = 0; i < stride; i += 8) store(state + i, zero());
+    write_header(state, {kEmptyMax, 0.0f, 0});
+  }
+  const int first = ((stripe & 1) << 2) | (stripe & 2) | (stripe >> 2);
+  for (int block = first; block <= unit.last_block; block += kStripes) {
+    const size_t page = static_cast<size_t>(unit.pages[block]) * unit.page_stride;
+    const float* keys = unit.k_head + page;
+    const float* values = unit.v_head + page;
+    const bool is_last = block == unit.last_block;
+    int r = 0;
+    for (; r + 3 <= unit.num_pairs; r += 3) {
+      visit_page<3>(unit.pairs + r, is_last, keys, values, head_dim,
+                    states + static_cast<size_t>(r) * stride, stride);
+    }
+    float* rest = states + static_cast<size_t>(r) * stride;
+    if (unit.num_pairs - r == 2) {
+      visit_page<2>(unit.pairs + r, is_last, keys, values, head_dim, rest, stride);
+    } else if (unit.num_pairs - r == 1) {
+      visit_page<1>(unit.pairs + r, is_last, keys, values, head_dim, rest, stride);
+    }
+  }
+}
+
+inline void attention_merge(int head_dim, int num_pairs, float* left, const float* right,
+                            size_t stride) {
+  for (int r = 0; r < num_pairs; ++r, left += stride, right += stride) {
+    StateHeader a = read_header(left);
+    const StateHeader b = read_header(right);
+    const int32_t high = a.high > b.high ? a.high : b.high;
+    const float fa = power_of_two(a.high - high);
+    const float fb = power_of_two(b.high - high);
+    a.total = a.total * fa + b.total * fb;
+    a.high = high;
+    a.out_of_range |= b.out_of_range;
+    write_header(left, a);
+    for (int d = kStateHeader; d < head_dim + kStateHeader; d += 8) {
+      store(left + d, add(mul(load(left + d), broadcast(fa)), mul(load(right + d), broadcast(fb))));
+    }
+  }
+}
+
+inline bool attention_finish(int head_dim, const float* state, float* out) {
+  const StateHeader header = read_header(state);
+  const bool fine = header.out_of_range == 0;
+  const Vec total = broadcast(header.total);
+  const Vec nan = broadcast(__builtin_nanf(""));
+  for (int d = 0; d < head_dim; d += 8) {
+    store(out + d, fine ? div(load(state + kStateHeader + d), total) : nan);
+  }
+  return fine;
+}

@@ -1,0 +1,180 @@
+// The bound attention op: which (rows, heads) go together, and how threads share them.
+#include <algorithm>
+
+#include "ops.h"
+
+namespace anyshard {
+namespace {
+
+// Longest histories that one thread still does alone per unit, in blocks.
+constexpr int kWholeBlocks = 3;
+// After stripe i, that many merges of the two newest states: the tree over eight stripes.
+constexpr int kStripeMerges[kStripes] = {0, 1, 0, 2, 0, 1, 0, 3};
+constexpr int kOpenStates = 4;
+
+}  // namespace
+
+Attention::Attention(Pool& pool, const Arguments& a)
+    : pool_(pool),
+      head_dim_(a.head_dim),
+      q_(a.q, "q", Element::kFloat, {kAny, kAny}),
+      k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, a.head_dim, kBlock}),
+      v_cache_(a.v_cache, "v_cache", Element::kFloat,
+               {k_cache_.size(0), k_cache_.size(1), kBlock, a.head_dim}),
+      paged_(a.page_table, a.row_slot, a.positions, q_.size(0), k_cache_.size(0), INT32_MAX),
+      kv_head_of_(a.kv_head_of, "kv_head_of", Element::kInt, {kAny}),
+      out_(a.out, "out", Element::kFloat, {q_.size(0), kv_head_of_.size(0) * a.head_dim}, true),
+      row_fault_(a.row_fault, "row_fault", Element::kInt, {q_.size(0)}, true),
+      fault_code_(a.fault_code),
+      state_floats_(static_cast<size_t>(a.head_dim) + kStateHeader) {
+  require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
+          "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
+  require(q_.size(1) == out_.size(1), "q and out have different widths");
+  require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
+  const int num_heads = static_cast<int>(kv_head_of_.size(0));
+  for (int head = 0; head < num_heads; ++head) {
+    const int kv_head = kv_head_of_.ints()[head];
+    const int before = head > 0 ? kv_head_of_.ints()[head - 1] : 0;
+    require(kv_head >= before && kv_head < k_cache_.size(1),
+            "kv_head_of must not decrease and must name KV heads of the cache");
+    const bool same =
+        head > 0 && kv_head == before && head - head_groups_.back().head_start < kMaxPairs;
+    if (!same) head_groups_.push_back({0, 0, head, head});
+    head_groups_.back().head_stop = head + 1;
+  }
+  units_.resize(static_cast<size_t>(q_.size(0)) * head_groups_.size());
+  const size_t states = kMaxPairs * state_floats_;
+  thread_states_ = per_thread(pool, kOpenStates * states);
+  if (pool.threads() > 1) {
+    stripe_units_ = static_cast<size_t>(3 * pool.threads());
+    stripe_states_ = Workspace(stripe_units_ * kStripes * states);
+  }
+}
+
+void Attention::list_units(int rows) {
+  num_units_ = 0;
+  for (const Unit& group : head_groups_) {
+    const int most_rows = kMaxPairs / group.num_heads();
+    for (int row = 0; row < rows;) {
+      const int slot = paged_.slot(row);
+      const int block = paged_.position(row) / kBlock;
+      int stop = row + 1;
+      while (stop < rows && stop - row < most_rows && paged_.slot(stop) == slot &&
+             paged_.position(stop) / kBlock == block) {
+        ++stop;
+      }
+      units_[num_units_++] = {row, stop, group.head_start, group.head_stop};
+      row = stop;
+    }
+  }
+}
+
+AttentionUnit Attention::describe(const Unit& unit) const {
+  AttentionUnit result;
+  const size_t head_floats = static_cast<size_t>(head_dim_) * kBlock;
+  const size_t kv_head = static_cast<size_t>(kv_head_of_.ints()[unit.head_start]);
+  result.k_head = k_cache_.floats() + kv_head * head_floats;
+  result.v_head = v_cache_.floats() + kv_head * head_floats;
+  result.page_stride = static_cast<size_t>(k_cache_.size(1)) * head_floats;
+  result.pages = paged_.pages(unit.row_start);
+  result.last_block = paged_.position(unit.row_start) / kBlock;
+  result.head_dim = head_dim_;
+  result.num_pairs = 0;
+  for (int row = unit.row_start; row < unit.row_stop; ++row) {
+    for (int head = unit.head_start; head < unit.head_stop; ++head) {
+      const float* query = q_.floats() + static_cast<int64_t>(row) * q_.size(1) +
+                           static_cast<int64_t>(head) * head_dim_;
+      result.pairs[result.num_pairs++] = {query, paged_.position(row) % kBlock + 1};
+    }
+  }
+  return result;
+}
+
+bool Attention::splits_stripes() const {
+  if (num_units_ > stripe_units_) return false;
+  for (size_t i = 0; i < num_units_; ++i) {
+    if (paged_.position(units_[i].row_start) / kBlock >= kWholeBlocks) return true;
+  }
+  return false;
+}
+
+void Attention::run(int rows) {
+  check_rows(rows, static_cast<int>(q_.size(0)));
+  if (head_groups_.empty()) return;
+  paged_.check(rows, true);
+  list_units(rows);
+  shares_.reset();
+  const bool by_stripe = splits_stripes();
+  pool_.run([&](const Thread& thread) {
+    if (by_stripe) {
+      run_stripes(thread);
+    } else {
+      run_whole(thread);
+    }
+  });
+}
+
+// A unit a thread, the longest histories (last rows) first.
+void Attention::run_whole(const Thread& thread) {
+  const Kernels& kernels = thread.pool.kernels();
+  float* states = thread_states_[static_cast<size_t>(thread.index)].get();
+  const int size = static_cast<int>(num_units_);
+  for (int i = shares_.take(1); i < size; i = shares_.take(1)) {
+    const Unit& unit = units_[static_cast<size_t>(size - 1 - i)];
+    const AttentionUnit description = describe(unit);
+    const size_t set = static_cast<size_t>(description.num_pairs) * state_floats_;
+    size_t top = 0;
+    for (int stripe = 0; stripe < kStripes; ++stripe) {
+      kernels.attention_stripe(description, stripe, states + top * set);
+      ++top;
+      for (int merge = kStripeMerges[stripe]; merge > 0; --merge) {
+        --top;
+        kernels.attention_merge(head_dim_, description.num_pairs, states + (top - 1) * set,
+                                states + top * set, state_floats_);
+      }
+    }
+    for (int pair = 0; pair < description.num_pairs; ++pair) {
+      finish(unit, pair, states + static_cast<size_t>(pair) * state_floats_);
+    }
+  }
+}
+
+// Few units: a stripe of a unit a thread, then the merges shared by pairs.
+void Attention::run_stripes(const Thread& thread) {
+  const Kernels& kernels = thread.pool.kernels();
+  const size_t set = kMaxPairs * state_floats_;
+  const int size = static_cast<int>(num_units_) * kStripes;
+  for (int i = shares_.take(1); i < size; i = shares_.take(1)) {
+    const AttentionUnit description = describe(units_[static_cast<size_t>(i / kStripes)]);
+    kernels.attention_stripe(description, i % kStripes,
+                             stripe_states_.get() + static_cast<size_t>(i) * set);
+  }
+  thread.barrier();
+  int number = 0;
+  for (size_t i = 0; i < num_units_; ++i) {
+    for (int pair = 0; pair < units_[i].num_pairs(); ++pair, ++number) {
+      if (number % thread.count != thread.index) continue;
+      float* state =
+          stripe_states_.get() + i * kStripes * set + static_cast<size_t>(pair) * state_floats_;
+      for (size_t step = 1; step < kStripes; step *= 2) {
+        for (size_t s = 0; s < kStripes; s += 2 * step) {
+          kernels.attention_merge(head_dim_, 1, state + s * set, state + (s + step) * set,
+                                  state_floats_);
+        }
+      }
+      finish(units_[i], pair, state);
+    }
+  }
+}
+
+void Attention::finish(const Unit& unit, int pair, const float* state) const {
+  const int row = unit.row_start + pair / unit.num_heads();
+  const int head = unit.head_start + pair % unit.num_heads();
+  float* out = out_.writable_floats() + static_cast<int64_t>(row) * out_.size(1) +
+               static_cast<int64_t>(head) * head_dim_;
+  if (!pool_.kernels().attention_finish(head_dim_, state, out)) {
+    mark_fault(row_fault_.writable_ints(), row, fault_code_);
+  }
+}
+
+}  // namespace anyshard

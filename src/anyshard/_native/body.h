@@ -1,0 +1,15 @@
+// Every kernel once, for the Vec that the including file defined, and the table of them.
+#pragma once
+
+#include "attention.h"
+#include "elementary.h"
+#include "linear.h"
+#include "norm.h"
+#include "reduce.h"
+#include "rope.h"
+#include "sampling.h"
+#include "silu.h"
+
+constexpr Kernels kTable = {
+    norm,   linear, silu_product, rope, attention_stripe, attention_merge, attention_finish,
+    reduce, argmax, gumbel_argmax};

@@ -1,0 +1,130 @@
+// The table of kernels that each body (AVX2, scalar) exports, and the plain records they take.
+//
+// Kernels know no threads, no Python and no allocation: the ops (ops.h) hand each thread a range.
+// Letters: R rows, D hidden, N outputs, K inputs, P panels of 8 outputs, d head dim.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace anyshard {
+
+constexpr int kLanes = 8;         // outputs of one panel
+constexpr int kLeaf = 64;         // most k of one fma chain
+constexpr int kMaxDepth = 32;     // most open tree nodes while a leaf program runs
+constexpr int kBlock = 32;        // tokens of one KV block (page)
+constexpr int kStripes = 8;       // interleaved sequences of blocks, merged by a fixed tree
+constexpr int kMaxHeadDim = 256;  // dims of one head
+constexpr int kMaxPairs = 32;     // (row, query head) pairs of one attention unit
+constexpr int kStateHeader = 8;   // floats before o[d] in an attention state
+constexpr int kRowBlock = 128;    // rows that share one pass over a group of panels
+constexpr int kMaxTile = 12;      // vectors of the largest register tile
+constexpr int kMaxNodes = 1024;   // nodes of one reduce, all ranks together
+
+// Post-order leaf program: after leaf i, merges[i] times top = second + top.
+struct LeafProgram {
+  const int32_t* lengths;
+  const int32_t* merges;
+  int num_leaves;
+  int num_nodes;  // stack entries left at the end
+  int depth;      // most stack entries at any time
+};
+
+// y[n] = tree over leaves of fma chains over k; weights [P][K][8], panel_stride in floats.
+struct Linear {
+  const float* panels;
+  size_t panel_stride;
+  int num_outputs;
+  LeafProgram program;
+};
+
+// Where a linear writes: out[node * node_stride + row * row_stride + n - first_output].
+struct Target {
+  float* out;
+  size_t node_stride;
+  size_t row_stride;
+  int first_output;
+  const float* bias;  // [N], added after the tree, or null
+};
+
+struct Norm {
+  const float* weight;
+  float eps;
+  int width;
+};
+
+struct Rope {
+  const float* cosine;  // [d/2] of this row's position
+  const float* sine;
+  int head_dim;
+};
+
+// One (row, query head) of an attention unit.
+struct Pair {
+  const float* query;  // [d], scaled by log2(e)/sqrt(d)
+  int num_visible;     // keys of the last block that this row sees, 1..32
+};
+
+// Rows of one sequence with the same last block, and query heads of one KV head.
+struct AttentionUnit {
+  const float* k_head;  // k_cache + kv_head * d * 32
+  const float* v_head;
+  size_t page_stride;    // floats between pages
+  const int32_t* pages;  // page of block b
+  int last_block;
+  int head_dim;
+  int num_pairs;
+  Pair pairs[kMaxPairs];
+};
+
+struct Sampler {
+  float temperature;
+  uint32_t key[2];
+  uint32_t position;
+  uint32_t choice;
+  uint32_t stream;
+  const uint8_t* mask;  // [V], zero forbids, or null
+};
+
+struct Best {
+  int64_t index;  // -1: the largest value is not finite
+  float value;
+};
+
+struct Kernels {
+  // One row; returns false if the sum of squares is not finite.
+  bool (*norm)(const Norm&, const float* x, float* out);
+  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch(depth) floats, 32-aligned.
+  void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
+                 int panel_stop, const Target&, float* scratch);
+  // gate = SiLU(gate) * up
+  void (*silu_product)(float* gate, const float* up, int count);
+  // One head: out = rope(x), times scale if it is not null. out may be x.
+  void (*rope)(const Rope&, const float* x, const float* scale, float* out);
+  // Fills states[pair] (stride head_dim + kStateHeader floats) for one stripe.
+  void (*attention_stripe)(const AttentionUnit&, int stripe, float* states);
+  // left = merge(left, right), num_pairs states with the given stride.
+  void (*attention_merge)(int head_dim, int num_pairs, float* left, const float* right,
+                          size_t stride);
+  // out = o / l; false, and NaN in out, if a score was out of range.
+  bool (*attention_finish)(int head_dim, const float* state, float* out);
+  // x[i] += merges over nodes[j][i] (+ bias[i]), i < count.
+  void (*reduce)(const float* const* nodes, const int32_t* merges, int num_nodes, const float* bias,
+                 float* x, int count);
+  Best (*argmax)(const float* logits, int64_t count);
+  Best (*gumbel_argmax)(const Sampler&, const float* logits, int64_t count);
+};
+
+// Panels of one register tile: four streams at one and two rows, three at more.
+inline int panel_group(int num_rows) { return num_rows <= 2 ? 4 : 3; }
+
+inline size_t linear_scratch(int depth) {
+  return static_cast<size_t>(kRowBlock) * static_cast<size_t>(depth) * kMaxTile * kLanes;
+}
+
+extern const Kernels kScalarKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+#endif
+
+}  // namespace anyshard

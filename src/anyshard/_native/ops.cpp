@@ -1,0 +1,300 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <climits>
+#include <stdexcept>
+
+namespace anyshard {
+namespace {
+
+// Below this many floats a step is done before another thread has woken up.
+constexpr int64_t kAloneFloats = 16384;
+// Panels of gate and up that a thread finishes together: a whole number of 3- and 4-panel tiles.
+constexpr int kGateUpChunk = 12;
+
+size_t product(int64_t a, int64_t b) { return static_cast<size_t>(a) * static_cast<size_t>(b); }
+
+}  // namespace
+
+std::vector<Workspace> per_thread(const Pool& pool, size_t count) {
+  std::vector<Workspace> result;
+  for (int i = 0; i < pool.threads(); ++i) result.emplace_back(count);
+  return result;
+}
+
+Embed::Embed(Pool& pool, PyObject* panels, int64_t vocab, PyObject* tokens, PyObject* out)
+    : pool_(pool),
+      out_(out, "out", Element::kFloat, {kAny, kAny}, true),
+      tokens_(tokens, "tokens", Element::kInt, {out_.size(0)}),
+      panels_(panels, "panels", out_.size(1), vocab),
+      vocab_(vocab) {}
+
+void Embed::run(int rows) {
+  check_rows(rows, static_cast<int>(out_.size(0)));
+  for (int row = 0; row < rows; ++row) {
+    const int token = tokens_.ints()[row];
+    if (token < 0 || token >= vocab_) {
+      throw std::invalid_argument("row " + std::to_string(row) + " has token id " +
+                                  std::to_string(token) + "; 0 to " + std::to_string(vocab_ - 1) +
+                                  " is possible");
+    }
+  }
+  const int64_t width = out_.size(1);
+  pool_.run(
+      [&](const Thread& thread) {
+        const Range range = share_of(thread, rows);
+        for (int row = range.start; row < range.stop; ++row) {
+          const int token = tokens_.ints()[row];
+          const float* column =
+              panels_.floats() + token / kLanes * panels_.panel_stride() + token % kLanes;
+          float* out = out_.writable_floats() + row * width;
+          for (int64_t k = 0; k < width; ++k) out[k] = column[k * kLanes];
+        }
+      },
+      rows * width < kAloneFloats);
+}
+
+Qkv::Qkv(Pool& pool, const Arguments& a)
+    : pool_(pool),
+      head_dim_(a.head_dim),
+      q_out_(a.q_out, "q_out", Element::kFloat, {kAny, kAny}, true),
+      k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, a.head_dim, kBlock}, true),
+      v_cache_(a.v_cache, "v_cache", Element::kFloat,
+               {k_cache_.size(0), k_cache_.size(1), kBlock, a.head_dim}, true),
+      norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, q_out_.size(0)),
+      leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
+      q_(a.q_panels, a.q_bias, "q_", norm_.width(), q_out_.size(1), leaves_),
+      k_(a.k_panels, a.k_bias, "k_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
+      v_(a.v_panels, a.v_bias, "v_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
+      cosine_(a.cosine, "cos", Element::kFloat, {kAny, a.head_dim / 2}),
+      sine_(a.sine, "sin", Element::kFloat, {cosine_.size(0), a.head_dim / 2}),
+      paged_(a.page_table, a.row_slot, a.positions, q_out_.size(0), k_cache_.size(0),
+             cosine_.size(0)),
+      q_scale_(static_cast<float>(a.q_scale)) {
+  require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
+          "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
+  require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
+  require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
+  require(a.q_norm == Py_None && a.k_norm == Py_None, "q_norm and k_norm are not supported yet");
+  const size_t kv_floats = product(q_out_.size(0), k_.num_outputs());
+  k_rows_ = Workspace(kv_floats);
+  v_rows_ = Workspace(kv_floats);
+  scratch_ = per_thread(pool, linear_scratch(leaves_.depth()));
+}
+
+void Qkv::run(int rows) {
+  check_rows(rows, static_cast<int>(q_out_.size(0)));
+  const bool has_kv = k_.num_outputs() > 0;
+  paged_.check(rows, has_kv);
+  const size_t width = static_cast<size_t>(norm_.width());
+  const size_t q_stride = static_cast<size_t>(q_.num_outputs());
+  const size_t kv_stride = static_cast<size_t>(k_.num_outputs());
+  for (Shares& shares : shares_) shares.reset();
+  pool_.run([&](const Thread& thread) {
+    const float* h = norm_.run(thread, rows, nullptr);
+    float* scratch = scratch_[static_cast<size_t>(thread.index)].get();
+    q_.run(thread, shares_[0], h, width, rows, q_out_.writable_floats(), 0, q_stride, scratch);
+    k_.run(thread, shares_[1], h, width, rows, k_rows_.get(), 0, kv_stride, scratch);
+    v_.run(thread, shares_[2], h, width, rows, v_rows_.get(), 0, kv_stride, scratch);
+    thread.barrier();
+    place_heads(thread, rows);
+  });
+}
+
+void Qkv::place_heads(const Thread& thread, int rows) const {
+  const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
+  const Range range = share_of(thread, static_cast<int64_t>(rows) * num_heads);
+  for (int i = range.start; i < range.stop; ++i) {
+    place_head(thread.pool.kernels(), i / num_heads, i % num_heads);
+  }
+}
+
+// Heads in the order q, k, v: q in place; k and v to the row's page.
+void Qkv::place_head(const Kernels& kernels, int row, int head) const {
+  const int64_t position = paged_.position(row);
+  const int half = head_dim_ / 2;
+  const Rope rope{cosine_.floats() + position * half, sine_.floats() + position * half, head_dim_};
+  const int num_q = q_.num_outputs() / head_dim_;
+  const int num_kv = k_.num_outputs() / head_dim_;
+  if (head < num_q) {
+    float* q = q_out_.writable_floats() + product(row, q_.num_outputs()) + product(head, head_dim_);
+    kernels.rope(rope, q, &q_scale_, q);
+    return;
+  }
+  const int kv_head = (head - num_q) % num_kv;
+  const size_t place = product(row, k_.num_outputs()) + product(kv_head, head_dim_);
+  const int64_t page = paged_.pages(row)[position / kBlock];
+  const size_t page_head = product(page * num_kv + kv_head, head_dim_) * kBlock;
+  const int64_t lane = position % kBlock;
+  if (head < num_q + num_kv) {
+    float rotated[kMaxHeadDim];
+    kernels.rope(rope, k_rows_.get() + place, nullptr, rotated);
+    float* out = k_cache_.writable_floats() + page_head + lane;
+    for (int d = 0; d < head_dim_; ++d) out[d * kBlock] = rotated[d];
+  } else {
+    std::copy_n(v_rows_.get() + place, head_dim_,
+                v_cache_.writable_floats() + page_head + lane * head_dim_);
+  }
+}
+
+RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outputs,
+                     PyObject* leaf_lengths, PyObject* merges, PyObject* out)
+    : pool_(pool),
+      a_(a, "a", Element::kFloat, {kAny, kAny}),
+      leaves_(leaf_lengths, merges, a_.size(1), false),
+      linear_(panels, Py_None, "", a_.size(1), num_outputs, leaves_),
+      out_(out, "out", Element::kFloat, {kAny}, true),
+      scratch_(per_thread(pool, linear_scratch(leaves_.depth()))) {
+  const int64_t needed = leaves_.num_nodes() * a_.size(0) * num_outputs;
+  require(out_.size(0) >= needed, "out holds " + std::to_string(out_.size(0)) + " floats; " +
+                                      std::to_string(needed) + " are needed");
+}
+
+void RowLinear::run(int rows) {
+  check_rows(rows, static_cast<int>(a_.size(0)));
+  if (leaves_.num_nodes() == 0) return;
+  const size_t row_stride = static_cast<size_t>(linear_.num_outputs());
+  shares_.reset();
+  pool_.run([&](const Thread& thread) {
+    linear_.run(thread, shares_, a_.floats(), static_cast<size_t>(a_.size(1)), rows,
+                out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride,
+                scratch_[static_cast<size_t>(thread.index)].get());
+  });
+}
+
+Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
+               const std::vector<int64_t>& nodes_per_source, PyObject* merges, PyObject* bias,
+               PyObject* x, int64_t num_outputs)
+    : pool_(pool),
+      nodes_per_source_(nodes_per_source),
+      x_(x, "x", Element::kFloat, {kAny, num_outputs}, true),
+      bias_(optional_array(bias, "bias", Element::kFloat, {num_outputs})),
+      num_outputs_(static_cast<int>(num_outputs)) {
+  require(sources.size() == nodes_per_source.size(),
+          "there are " + std::to_string(sources.size()) + " sources, but " +
+              std::to_string(nodes_per_source.size()) + " node counts");
+  int64_t total = 0;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    sources_.emplace_back(sources[i], "a source", Element::kFloat,
+                          std::initializer_list<int64_t>{kAny});
+    const int64_t count = nodes_per_source[i];
+    require(count >= 0 && count <= kMaxDepth * 64, "a node count is out of range");
+    const int64_t needed = count * x_.size(0) * num_outputs;
+    require(sources_[i].size(0) >= needed, "source " + std::to_string(i) + " holds " +
+                                               std::to_string(sources_[i].size(0)) + " floats; " +
+                                               std::to_string(needed) + " are needed");
+    total += count;
+  }
+  const Array merge_array(merges, "merges", Element::kInt, {total});
+  require(total <= kMaxNodes, std::to_string(total) + " nodes are to be merged; at most " +
+                                  std::to_string(kMaxNodes) + " are supported");
+  merges_.assign(merge_array.ints(), merge_array.ints() + total);
+  require(check_merges(merges_.data(), total).left == 1,
+          "merges does not leave one node; the sum is incomplete");
+}
+
+void Reduce::run(int rows) {
+  check_rows(rows, static_cast<int>(x_.size(0)));
+  const int64_t floats = static_cast<int64_t>(rows) * num_outputs_;
+  pool_.run(
+      [&](const Thread& thread) {
+        // Groups of 8 columns: one row is shared too.
+        const int num_groups = (num_outputs_ + kLanes - 1) / kLanes;
+        const Range range = share_of(thread, static_cast<int64_t>(rows) * num_groups);
+        for (int i = range.start; i < range.stop;) {
+          const int row = i / num_groups;
+          const int stop = std::min(range.stop, (row + 1) * num_groups);
+          const int first = (i - row * num_groups) * kLanes;
+          const int last = std::min(num_outputs_, (stop - row * num_groups) * kLanes);
+          reduce_span(row, rows, first, last);
+          i = stop;
+        }
+      },
+      floats * static_cast<int64_t>(merges_.size()) < kAloneFloats);
+}
+
+void Reduce::reduce_span(int row, int rows, int start, int stop) const {
+  const float* nodes[kMaxNodes];
+  int num_nodes = 0;
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    for (int64_t j = 0; j < nodes_per_source_[i]; ++j) {
+      nodes[num_nodes++] = sources_[i].floats() + product(j * rows + row, num_outputs_) + start;
+    }
+  }
+  float* x = x_.writable_floats() + product(row, num_outputs_) + start;
+  pool_.kernels().reduce(nodes, merges_.data(), num_nodes,
+                         bias_.present() ? bias_.floats() + start : nullptr, x, stop - start);
+}
+
+GateUp::GateUp(Pool& pool, const Arguments& a)
+    : pool_(pool),
+      out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
+      norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
+      leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
+      gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
+      up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_),
+      scratch_(per_thread(pool, linear_scratch(leaves_.depth()))),
+      up_rows_(per_thread(pool, product(out_.size(0), kGateUpChunk * kLanes))) {
+  require(out_.size(0) == norm_.num_rows(), "out and x have different numbers of rows");
+}
+
+void GateUp::run(int rows) {
+  check_rows(rows, static_cast<int>(out_.size(0)));
+  shares_.reset();
+  pool_.run(
+      [&](const Thread& thread) { run_linears(thread, norm_.run(thread, rows, nullptr), rows); });
+}
+
+void GateUp::run_linears(const Thread& thread, const float* normed, int rows) {
+  const Kernels& kernels = thread.pool.kernels();
+  const size_t width = static_cast<size_t>(norm_.width());
+  const size_t out_stride = static_cast<size_t>(gate_.num_outputs());
+  constexpr size_t kUpStride = static_cast<size_t>(kGateUpChunk) * kLanes;
+  float* scratch = scratch_[static_cast<size_t>(thread.index)].get();
+  float* up_rows = up_rows_[static_cast<size_t>(thread.index)].get();
+  const int step = std::min(kGateUpChunk, gate_.chunk(rows, thread.count));
+  const int size = gate_.num_panels();
+  for (int start = shares_.take(step); start < size; start = shares_.take(step)) {
+    const int stop = std::min(size, start + step);
+    const int first = start * kLanes;
+    const Target gate_target{out_.writable_floats(), 0, out_stride, 0, gate_.bias()};
+    kernels.linear(gate_.linear(), normed, width, rows, start, stop, gate_target, scratch);
+    const Target up_target{up_rows, 0, kUpStride, first, up_.bias()};
+    kernels.linear(up_.linear(), normed, width, rows, start, stop, up_target, scratch);
+    const int count = std::min(gate_.num_outputs(), stop * kLanes) - first;
+    for (int row = 0; row < rows; ++row) {
+      float* gate = out_.writable_floats() + product(row, gate_.num_outputs()) + first;
+      kernels.silu_product(gate, up_rows + static_cast<size_t>(row) * kUpStride, count);
+    }
+  }
+}
+
+Head::Head(Pool& pool, const Arguments& a)
+    : pool_(pool),
+      sample_rows_(a.sample_rows, "sample_rows", Element::kInt, {kAny}),
+      out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
+      norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
+      leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
+      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_),
+      scratch_(per_thread(pool, linear_scratch(leaves_.depth()))) {}
+
+void Head::run(int num_sampled) {
+  check_rows(num_sampled, static_cast<int>(std::min(out_.size(0), sample_rows_.size(0))));
+  for (int i = 0; i < num_sampled; ++i) {
+    const int row = sample_rows_.ints()[i];
+    if (row < 0 || row >= norm_.num_rows()) {
+      throw std::invalid_argument("sample_rows[" + std::to_string(i) + "] is " +
+                                  std::to_string(row) + "; 0 to " +
+                                  std::to_string(norm_.num_rows() - 1) + " is possible");
+    }
+  }
+  shares_.reset();
+  pool_.run([&](const Thread& thread) {
+    const float* h = norm_.run(thread, num_sampled, sample_rows_.ints());
+    linear_.run(thread, shares_, h, static_cast<size_t>(norm_.width()), num_sampled,
+                out_.writable_floats(), 0, static_cast<size_t>(linear_.num_outputs()),
+                scratch_[static_cast<size_t>(thread.index)].get());
+  });
+}
+
+}  // namespace anyshard

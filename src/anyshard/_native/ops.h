@@ -1,0 +1,209 @@
+// The ops of a step, bound once to their arrays. `run` checks the row count and every index that
+// it will follow, then computes; it allocates nothing and needs no GIL.
+//
+// Letters: R rows_max, D hidden, H query heads here, G KV heads here, d head dim, F ffn here,
+// V vocabulary rows here, P pages, S slots, B blocks of a slot, C positions.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "parts.h"
+
+namespace anyshard {
+
+// out[row] = embedding row tokens[row], read from the packed panels.
+class Embed {
+ public:
+  Embed(Pool& pool, PyObject* panels, int64_t vocab, PyObject* tokens, PyObject* out);
+  void run(int rows);
+
+ private:
+  Pool& pool_;
+  Array out_;
+  Array tokens_;
+  Panels panels_;
+  int64_t vocab_;
+};
+
+// Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages.
+class Qkv {
+ public:
+  struct Arguments {
+    PyObject *x, *norm_weight;
+    double eps;
+    PyObject *q_panels, *k_panels, *v_panels, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
+    PyObject *leaf_lengths, *merges;
+    int head_dim;
+    double q_scale;
+    PyObject *cosine, *sine, *positions, *q_out, *k_cache, *v_cache, *page_table, *row_slot;
+    PyObject* row_fault;
+    int fault_code;
+  };
+  Qkv(Pool& pool, const Arguments& arguments);
+  void run(int rows);
+
+ private:
+  void place_heads(const Thread& thread, int rows) const;
+  void place_head(const Kernels& kernels, int row, int head) const;
+
+  Pool& pool_;
+  int head_dim_;
+  Array q_out_;
+  Array k_cache_;
+  Array v_cache_;
+  BoundNorm norm_;
+  Leaves leaves_;
+  BoundLinear q_;
+  BoundLinear k_;
+  BoundLinear v_;
+  Array cosine_;
+  Array sine_;
+  PagedRows paged_;
+  float q_scale_;
+  Workspace k_rows_;
+  Workspace v_rows_;
+  std::vector<Workspace> scratch_;
+  Shares shares_[3];
+};
+
+// Each row attends to keys 0..position of its slot.
+class Attention {
+ public:
+  struct Arguments {
+    PyObject *q, *k_cache, *v_cache, *page_table, *row_slot, *positions;
+    int head_dim;
+    PyObject *kv_head_of, *out, *row_fault;
+    int fault_code;
+  };
+  Attention(Pool& pool, const Arguments& arguments);
+  void run(int rows);
+
+ private:
+  // Rows of one slot and last block, times query heads of one KV head.
+  struct Unit {
+    int row_start, row_stop, head_start, head_stop;
+    int num_heads() const { return head_stop - head_start; }
+    int num_pairs() const { return (row_stop - row_start) * num_heads(); }
+  };
+  void list_units(int rows);
+  bool splits_stripes() const;
+  AttentionUnit describe(const Unit& unit) const;
+  void run_whole(const Thread& thread);
+  void run_stripes(const Thread& thread);
+  void finish(const Unit& unit, int pair, const float* state) const;
+
+  Pool& pool_;
+  int head_dim_;
+  Array q_;
+  Array k_cache_;
+  Array v_cache_;
+  PagedRows paged_;
+  Array kv_head_of_;
+  Array out_;
+  Array row_fault_;
+  int32_t fault_code_;
+  size_t state_floats_;
+  std::vector<Unit> head_groups_;  // rows unset
+  std::vector<Unit> units_;
+  size_t num_units_ = 0;
+  std::vector<Workspace> thread_states_;
+  size_t stripe_units_ = 0;
+  Workspace stripe_states_;
+  Shares shares_;
+};
+
+// This rank's nodes of a row-parallel linear: out = [nodes][rows][N], packed.
+class RowLinear {
+ public:
+  RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outputs, PyObject* leaf_lengths,
+            PyObject* merges, PyObject* out);
+  void run(int rows);
+
+ private:
+  Pool& pool_;
+  Array a_;
+  Leaves leaves_;
+  BoundLinear linear_;
+  Array out_;
+  std::vector<Workspace> scratch_;
+  Shares shares_;
+};
+
+// Merges all ranks' nodes in tree order, adds the bias once and then the residual.
+class Reduce {
+ public:
+  Reduce(Pool& pool, const std::vector<PyObject*>& sources,
+         const std::vector<int64_t>& nodes_per_source, PyObject* merges, PyObject* bias,
+         PyObject* x, int64_t num_outputs);
+  void run(int rows);
+
+ private:
+  void reduce_span(int row, int rows, int start, int stop) const;
+
+  Pool& pool_;
+  std::vector<Array> sources_;
+  std::vector<int64_t> nodes_per_source_;
+  std::vector<int32_t> merges_;
+  Array x_;
+  Array bias_;
+  int num_outputs_;
+};
+
+// Norm, gate and up projections, out = SiLU(gate) * up.
+class GateUp {
+ public:
+  struct Arguments {
+    PyObject *x, *norm_weight;
+    double eps;
+    PyObject *gate_panels, *up_panels;
+    int64_t num_outputs;
+    PyObject *gate_bias, *up_bias, *leaf_lengths, *merges, *out, *row_fault;
+    int fault_code;
+  };
+  GateUp(Pool& pool, const Arguments& arguments);
+  void run(int rows);
+
+ private:
+  void run_linears(const Thread& thread, const float* normed, int rows);
+
+  Pool& pool_;
+  Array out_;
+  BoundNorm norm_;
+  Leaves leaves_;
+  BoundLinear gate_;
+  BoundLinear up_;
+  std::vector<Workspace> scratch_;
+  std::vector<Workspace> up_rows_;
+  Shares shares_;
+};
+
+// Final norm and vocabulary projection of the rows that are sampled: out[i] = row sample_rows[i].
+class Head {
+ public:
+  struct Arguments {
+    PyObject *x, *sample_rows, *norm_weight;
+    double eps;
+    PyObject* panels;
+    int64_t num_outputs;
+    PyObject *bias, *leaf_lengths, *merges, *out, *row_fault;
+    int fault_code;
+  };
+  Head(Pool& pool, const Arguments& arguments);
+  void run(int num_sampled);
+
+ private:
+  Pool& pool_;
+  Array sample_rows_;
+  Array out_;
+  BoundNorm norm_;
+  Leaves leaves_;
+  BoundLinear linear_;
+  std::vector<Workspace> scratch_;
+  Shares shares_;
+};
+
+// A workspace of `count` floats for each thread of the pool.
+std::vector<Workspace> per_thread(const Pool& pool, size_t count);
+
+}  // namespace anyshard

@@ -1,0 +1,187 @@
+#include "parts.h"
+
+#include <algorithm>
+#include <climits>
+#include <new>
+#include <stdexcept>
+
+namespace anyshard {
+
+Workspace::Workspace(size_t count) {
+  void* memory = ::operator new((count + 16) * sizeof(float), std::align_val_t(64));
+  floats_.reset(static_cast<float*>(memory));
+  std::fill_n(floats_.get(), count + 16, 0.0f);
+}
+
+void Workspace::Free::operator()(float* floats) const {
+  ::operator delete(floats, std::align_val_t(64));
+}
+
+StackUse check_merges(const int32_t* merges, int64_t count) {
+  StackUse use{0, 0};
+  for (int64_t i = 0; i < count; ++i) {
+    ++use.left;
+    use.depth = std::max(use.depth, use.left);
+    require(merges[i] >= 0 && merges[i] < use.left,
+            "merges[" + std::to_string(i) + "] is " + std::to_string(merges[i]) + ", but " +
+                std::to_string(use.left) + " nodes are on the stack");
+    use.left -= merges[i];
+  }
+  require(use.depth <= kMaxDepth, "merges leaves " + std::to_string(use.depth) +
+                                      " nodes open at once; at most " + std::to_string(kMaxDepth) +
+                                      " are supported");
+  return use;
+}
+
+Leaves::Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool whole) {
+  const Array length_array(lengths, "leaf_lengths", Element::kInt, {kAny});
+  const int64_t count = length_array.size(0);
+  const Array merge_array(merges, "merges", Element::kInt, {count});
+  lengths_.assign(length_array.ints(), length_array.ints() + count);
+  merges_.assign(merge_array.ints(), merge_array.ints() + count);
+  int64_t sum = 0;
+  for (const int32_t length : lengths_) {
+    require(length >= 1 && length <= kLeaf,
+            "a leaf length is " + std::to_string(length) + "; 1 to 64 is needed");
+    sum += length;
+  }
+  require(sum == num_inputs, "leaf_lengths sum to " + std::to_string(sum) + ", but there are " +
+                                 std::to_string(num_inputs) + " inputs");
+  const StackUse use = check_merges(merges_.data(), count);
+  num_nodes_ = use.left;
+  depth_ = use.depth;
+  require(!whole || num_nodes_ == 1,
+          "merges leaves " + std::to_string(num_nodes_) + " nodes; a whole sum leaves 1");
+}
+
+LeafProgram Leaves::program() const {
+  return {lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_, depth_};
+}
+
+Range share_of(const Thread& thread, int64_t size) {
+  return {static_cast<int>(size * thread.index / thread.count),
+          static_cast<int>(size * (thread.index + 1) / thread.count)};
+}
+
+BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int64_t num_inputs,
+                         int64_t num_outputs, const Leaves& leaves)
+    : panels_(panels, (std::string(name) + "panels").c_str(), num_inputs, num_outputs),
+      bias_(optional_array(bias, (std::string(name) + "bias").c_str(), Element::kFloat,
+                           {num_outputs})) {
+  require(num_outputs <= INT_MAX / 2, std::string(name) + "panels has too many outputs");
+  linear_.panels = panels_.floats();
+  linear_.panel_stride = static_cast<size_t>(panels_.panel_stride());
+  linear_.num_outputs = static_cast<int>(num_outputs);
+  linear_.program = leaves.program();
+}
+
+int BoundLinear::chunk(int num_rows, int num_threads) const {
+  const int group = panel_group(num_rows);
+  const int num_groups = (num_panels() + group - 1) / group;
+  return group * std::max(1, num_threads == 1 ? num_groups : num_groups / (6 * num_threads));
+}
+
+void BoundLinear::run(const Thread& thread, Shares& shares, const float* x, size_t x_stride,
+                      int num_rows, float* out, size_t node_stride, size_t row_stride,
+                      float* scratch) const {
+  const Target target{out, node_stride, row_stride, 0, bias()};
+  const int step = chunk(num_rows, thread.count);
+  const int size = num_panels();
+  for (int start = shares.take(step); start < size; start = shares.take(step)) {
+    thread.pool.kernels().linear(linear_, x, x_stride, num_rows, start,
+                                 std::min(size, start + step), target, scratch);
+  }
+}
+
+void mark_fault(int32_t* row_fault, int row, int32_t code) {
+  if (__atomic_load_n(row_fault + row, __ATOMIC_RELAXED) == 0) {
+    __atomic_store_n(row_fault + row, code, __ATOMIC_RELAXED);
+  }
+}
+
+BoundNorm::BoundNorm(const Pool& pool, PyObject* x, PyObject* weight, double eps,
+                     PyObject* row_fault, int fault_code, int64_t rows_max)
+    : x_(x, "x", Element::kFloat, {kAny, kAny}),
+      weight_(weight, "norm_weight", Element::kFloat, {x_.size(1)}),
+      row_fault_(row_fault, "row_fault", Element::kInt, {x_.size(0)}, true),
+      fault_code_(fault_code) {
+  require(x_.size(1) >= 1 && x_.size(1) <= INT_MAX / 8, "x has no columns");
+  require(fault_code != 0, "fault_code is 0, which stands for no fault");
+  norm_ = {weight_.floats(), static_cast<float>(eps), static_cast<int>(x_.size(1))};
+  const size_t width = static_cast<size_t>(norm_.width);
+  shared_ = Workspace(static_cast<size_t>(rows_max) * width);
+  if (pool.threads() > 1) {
+    private_ = Workspace(static_cast<size_t>(pool.threads()) * kPrivateRows * width);
+  }
+}
+
+const float* BoundNorm::run(const Thread& thread, int num_rows, const int32_t* gather) const {
+  const bool every_thread = thread.count > 1 && num_rows <= kPrivateRows;
+  const size_t width = static_cast<size_t>(norm_.width);
+  float* out = every_thread
+                   ? private_.get() + static_cast<size_t>(thread.index) * kPrivateRows * width
+                   : shared_.get();
+  const Range range = every_thread ? Range{0, num_rows} : share_of(thread, num_rows);
+  const bool marks = !every_thread || thread.index == 0;
+  for (int r = range.start; r < range.stop; ++r) {
+    const int row = gather != nullptr ? gather[r] : r;
+    const float* x = x_.floats() + static_cast<size_t>(row) * width;
+    const bool fine = thread.pool.kernels().norm(norm_, x, out + static_cast<size_t>(r) * width);
+    if (!fine && marks) mark_fault(row_fault_.writable_ints(), row, fault_code_);
+  }
+  if (!every_thread) thread.barrier();
+  return out;
+}
+
+PagedRows::PagedRows(PyObject* page_table, PyObject* row_slot, PyObject* positions,
+                     int64_t rows_max, int64_t num_pages, int64_t num_positions)
+    : page_table_(page_table, "page_table", Element::kInt, {kAny, kAny}),
+      row_slot_(row_slot, "row_slot", Element::kInt, {rows_max}),
+      positions_(positions, "positions", Element::kInt, {rows_max}),
+      num_pages_(num_pages),
+      num_positions_(std::min(num_positions, page_table_.size(1) * kBlock)) {}
+
+namespace {
+
+[[noreturn]] void refuse(int row, const char* what, int64_t value, int64_t limit) {
+  throw std::invalid_argument("row " + std::to_string(row) + " has " + what + " " +
+                              std::to_string(value) + "; 0 to " + std::to_string(limit - 1) +
+                              " is possible");
+}
+
+}  // namespace
+
+const int32_t* PagedRows::pages(int row) const {
+  return page_table_.ints() + static_cast<int64_t>(slot(row)) * page_table_.size(1);
+}
+
+void PagedRows::check(int num_rows, bool history) const {
+  int checked_slot = -1;
+  int checked_blocks = 0;
+  for (int row = 0; row < num_rows; ++row) {
+    if (slot(row) < 0 || slot(row) >= page_table_.size(0)) {
+      refuse(row, "slot", slot(row), page_table_.size(0));
+    }
+    if (position(row) < 0 || position(row) >= num_positions_) {
+      refuse(row, "position", position(row), num_positions_);
+    }
+    const int num_blocks = position(row) / kBlock + 1;
+    if (slot(row) != checked_slot) checked_blocks = 0;
+    const int first = history ? checked_blocks : num_blocks - 1;
+    for (int block = first; block < num_blocks; ++block) {
+      const int page = pages(row)[block];
+      if (page < 0 || page >= num_pages_) refuse(row, "page", page, num_pages_);
+    }
+    checked_slot = slot(row);
+    checked_blocks = std::max(checked_blocks, num_blocks);
+  }
+}
+
+void check_rows(int rows, int rows_max) {
+  if (rows < 0 || rows > rows_max) {
+    throw std::invalid_argument("rows is " + std::to_string(rows) + "; 0 to " +
+                                std::to_string(rows_max) + " is possible");
+  }
+}
+
+}  // namespace anyshard

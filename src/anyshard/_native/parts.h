@@ -1,0 +1,134 @@
+// What several ops are made of: leaf programs, linears, the norm before them, paged rows.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "pool.h"
+
+namespace anyshard {
+
+// Floats on a 64-byte boundary, sized at bind time.
+class Workspace {
+ public:
+  Workspace() = default;
+  explicit Workspace(size_t count);
+  float* get() const { return floats_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* floats) const;
+  };
+  std::unique_ptr<float, Free> floats_;
+};
+
+// A checked post-order stack program; copies its arrays.
+class Leaves {
+ public:
+  Leaves() = default;
+  // `lengths` must sum to num_inputs; a column-parallel linear wants `whole` sums: one node.
+  Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool whole);
+  LeafProgram program() const;
+  int num_nodes() const { return num_nodes_; }
+  int depth() const { return depth_; }
+
+ private:
+  std::vector<int32_t> lengths_;
+  std::vector<int32_t> merges_;
+  int num_nodes_ = 0;
+  int depth_ = 0;
+};
+
+// Runs the stack of `merges` over as many nodes: the nodes left and the most that were open.
+struct StackUse {
+  int left;
+  int depth;
+};
+StackUse check_merges(const int32_t* merges, int64_t count);
+
+// Outputs [start, stop) of a span of n for thread `index` of `count`.
+struct Range {
+  int start;
+  int stop;
+};
+Range share_of(const Thread& thread, int64_t size);
+
+// One linear of an op: panels, bias and the dealing of panels to threads.
+class BoundLinear {
+ public:
+  BoundLinear() = default;
+  BoundLinear(PyObject* panels, PyObject* bias, const char* name, int64_t num_inputs,
+              int64_t num_outputs, const Leaves& leaves);
+
+  int num_outputs() const { return linear_.num_outputs; }
+  int num_panels() const { return (linear_.num_outputs + kLanes - 1) / kLanes; }
+  const Linear& linear() const { return linear_; }
+  const float* bias() const { return bias_.floats(); }
+  // Panels that a thread takes at a time.
+  int chunk(int num_rows, int num_threads) const;
+  // This thread's panels of out[node][row][n]; `shares` was reset before the task.
+  void run(const Thread& thread, Shares& shares, const float* x, size_t x_stride, int num_rows,
+           float* out, size_t node_stride, size_t row_stride, float* scratch) const;
+
+ private:
+  Panels panels_;
+  Array bias_;
+  Linear linear_{};
+};
+
+// Marks a row's first fault; threads may race with the same code only.
+void mark_fault(int32_t* row_fault, int row, int32_t code);
+
+// RMSNorm of the rows of a step, before the linears of an op.
+class BoundNorm {
+ public:
+  BoundNorm(const Pool& pool, PyObject* x, PyObject* weight, double eps, PyObject* row_fault,
+            int fault_code, int64_t rows_max);
+
+  int width() const { return norm_.width; }
+  int num_rows() const { return static_cast<int>(x_.size(0)); }
+  // Normed rows [num_rows][width], complete for the calling thread. Row r is x[gather[r]], or
+  // x[r] if gather is null. Few rows are done by every thread for itself, else they are shared
+  // and the threads meet at a barrier.
+  const float* run(const Thread& thread, int num_rows, const int32_t* gather) const;
+
+ private:
+  static constexpr int kPrivateRows = 4;
+  Array x_;
+  Array weight_;
+  Array row_fault_;
+  int32_t fault_code_;
+  Norm norm_;
+  Workspace shared_;
+  Workspace private_;
+};
+
+// Where rows live in the paged cache, with the checks that keep a bad frame from reading outside.
+class PagedRows {
+ public:
+  PagedRows(PyObject* page_table, PyObject* row_slot, PyObject* positions, int64_t rows_max,
+            int64_t num_pages, int64_t num_positions);
+
+  int position(int row) const { return positions_.ints()[row]; }
+  int slot(int row) const { return row_slot_.ints()[row]; }
+  // Pages of a row's sequence, by block.
+  const int32_t* pages(int row) const;
+  // Throws std::invalid_argument if a row's slot, position or page is out of range; `history`:
+  // also the pages of all earlier blocks.
+  void check(int num_rows, bool history) const;
+
+ private:
+  Array page_table_;
+  Array row_slot_;
+  Array positions_;
+  int64_t num_pages_;
+  int64_t num_positions_;
+};
+
+// Throws std::invalid_argument unless 0 <= rows <= rows_max.
+void check_rows(int rows, int rows_max);
+
+}  // namespace anyshard

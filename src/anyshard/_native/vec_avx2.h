@@ -1,0 +1,115 @@
+// Eight float lanes on AVX2 + FMA. Same names and same bits as vec_scalar.h.
+//
+// Included inside the body's own namespace (body_avx2.cpp), so that no inline function compiled
+// with wider instructions can be merged by the linker into code for an older CPU.
+#pragma once
+
+#define ANYSHARD_INLINE inline __attribute__((always_inline))
+
+using Vec = __m256;
+using IntVec = __m256i;
+
+ANYSHARD_INLINE Vec zero() { return _mm256_setzero_ps(); }
+ANYSHARD_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+ANYSHARD_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
+ANYSHARD_INLINE Vec broadcast(float a) { return _mm256_set1_ps(a); }
+ANYSHARD_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+ANYSHARD_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+ANYSHARD_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+ANYSHARD_INLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+ANYSHARD_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+// a if a > b else b, so b where either is NaN.
+ANYSHARD_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+ANYSHARD_INLINE Vec round_even(Vec a) {
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+ANYSHARD_INLINE float square_root(float a) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(a))); }
+
+ANYSHARD_INLINE IntVec bits(Vec a) { return _mm256_castps_si256(a); }
+ANYSHARD_INLINE Vec from_bits(IntVec a) { return _mm256_castsi256_ps(a); }
+ANYSHARD_INLINE IntVec broadcast_int(int32_t a) { return _mm256_set1_epi32(a); }
+ANYSHARD_INLINE IntVec lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+ANYSHARD_INLINE IntVec load_int(const int32_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+ANYSHARD_INLINE void store_int(int32_t* p, IntVec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+}
+// Nearest even; lanes outside int32 are unspecified.
+ANYSHARD_INLINE IntVec to_int(Vec a) { return _mm256_cvtps_epi32(a); }
+ANYSHARD_INLINE Vec to_float(IntVec a) { return _mm256_cvtepi32_ps(a); }
+ANYSHARD_INLINE IntVec add_int(IntVec a, IntVec b) { return _mm256_add_epi32(a, b); }
+ANYSHARD_INLINE IntVec sub_int(IntVec a, IntVec b) { return _mm256_sub_epi32(a, b); }
+ANYSHARD_INLINE IntVec xor_int(IntVec a, IntVec b) { return _mm256_xor_si256(a, b); }
+template <int Count>
+ANYSHARD_INLINE IntVec shift_left(IntVec a) {
+  return _mm256_slli_epi32(a, Count);
+}
+template <int Count>
+ANYSHARD_INLINE IntVec shift_right_signed(IntVec a) {
+  return _mm256_srai_epi32(a, Count);
+}
+template <int Count>
+ANYSHARD_INLINE IntVec shift_right(IntVec a) {
+  return _mm256_srli_epi32(a, Count);
+}
+// Low and high halves of the unsigned 64-bit products.
+ANYSHARD_INLINE IntVec multiply_low(IntVec a, IntVec b) { return _mm256_mullo_epi32(a, b); }
+ANYSHARD_INLINE IntVec multiply_high(IntVec a, IntVec b) {
+  const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+  return _mm256_blend_epi32(even, odd, 0xAA);
+}
+
+// Masks are all ones or all zeros in each lane.
+ANYSHARD_INLINE IntVec less(Vec a, Vec b) { return bits(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+ANYSHARD_INLINE IntVec equal(Vec a, Vec b) { return bits(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {
+  return bits(_mm256_cmp_ps(a, b, _CMP_NLE_UQ));
+}
+ANYSHARD_INLINE IntVec is_nan(Vec a) { return bits(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+ANYSHARD_INLINE IntVec greater_int(IntVec a, IntVec b) { return _mm256_cmpgt_epi32(a, b); }
+ANYSHARD_INLINE IntVec and_mask(IntVec a, IntVec b) { return _mm256_and_si256(a, b); }
+ANYSHARD_INLINE IntVec or_mask(IntVec a, IntVec b) { return _mm256_or_si256(a, b); }
+ANYSHARD_INLINE bool any(IntVec mask) { return _mm256_movemask_ps(_mm256_castsi256_ps(mask)) != 0; }
+ANYSHARD_INLINE int first_set(IntVec mask) {
+  return __builtin_ctz(static_cast<unsigned>(_mm256_movemask_ps(from_bits(mask))));
+}
+ANYSHARD_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
+  return _mm256_blendv_ps(no, yes, from_bits(mask));
+}
+ANYSHARD_INLINE IntVec select_int(IntVec mask, IntVec yes, IntVec no) {
+  return _mm256_blendv_epi8(no, yes, mask);
+}
+ANYSHARD_INLINE Vec absolute(Vec a) {
+  return _mm256_and_ps(a, from_bits(_mm256_set1_epi32(0x7fffffff)));
+}
+ANYSHARD_INLINE Vec negate(Vec a) {
+  return _mm256_xor_ps(a, from_bits(_mm256_set1_epi32(INT32_MIN)));
+}
+
+// Lanes below `count`; memory of the other lanes is not touched, loads give +0 there.
+ANYSHARD_INLINE IntVec first_lanes(int count) {
+  return greater_int(broadcast_int(count), lane_numbers());
+}
+ANYSHARD_INLINE Vec load_partial(const float* p, int count) {
+  return _mm256_maskload_ps(p, first_lanes(count));
+}
+ANYSHARD_INLINE void store_partial(float* p, Vec a, int count) {
+  _mm256_maskstore_ps(p, first_lanes(count), a);
+}
+
+// Halving tree of eight lanes: i + (i + 4), then + 2, then + 1.
+ANYSHARD_INLINE float halving_sum(Vec a) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  half = _mm_add_ss(half, _mm_shuffle_ps(half, half, 1));
+  return _mm_cvtss_f32(half);
+}
+// Largest lane; no lane may be NaN.
+ANYSHARD_INLINE float largest(Vec a) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  half = _mm_max_ss(half, _mm_shuffle_ps(half, half, 1));
+  return _mm_cvtss_f32(half);
+}

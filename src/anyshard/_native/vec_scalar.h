@@ -1,0 +1,169 @@
+// Eight float lanes in plain C++: the body for every other CPU, and the twin that the AVX2 body
+// is tested against. `__builtin_fmaf` is one instruction where the target has it and libm's
+// correctly rounded fmaf elsewhere.
+//
+// Included inside the body's own namespace (body_scalar.cpp).
+#pragma once
+
+#define ANYSHARD_INLINE inline __attribute__((always_inline))
+
+struct alignas(32) Vec {
+  float lane[8];
+};
+struct alignas(32) IntVec {
+  int32_t lane[8];
+};
+
+template <typename Result, typename Function>
+ANYSHARD_INLINE Result each_lane(Function function) {
+  Result result;
+  for (int i = 0; i < 8; ++i) result.lane[i] = function(i);
+  return result;
+}
+ANYSHARD_INLINE int32_t float_bits(float a) {
+  int32_t result;
+  __builtin_memcpy(&result, &a, sizeof result);
+  return result;
+}
+ANYSHARD_INLINE float bits_float(int32_t a) {
+  float result;
+  __builtin_memcpy(&result, &a, sizeof result);
+  return result;
+}
+// Wrapping arithmetic: int32 lanes behave as the hardware's do.
+ANYSHARD_INLINE int32_t wrap(uint32_t a) { return static_cast<int32_t>(a); }
+ANYSHARD_INLINE uint32_t word(int32_t a) { return static_cast<uint32_t>(a); }
+
+#define ANYSHARD_EACH(type, expression) \
+  return each_lane<type>([&](int i) __attribute__((always_inline)) { return expression; })
+
+ANYSHARD_INLINE Vec zero() { ANYSHARD_EACH(Vec, 0.0f * static_cast<float>(i)); }
+ANYSHARD_INLINE Vec load(const float* p) { ANYSHARD_EACH(Vec, p[i]); }
+ANYSHARD_INLINE void store(float* p, Vec a) { __builtin_memcpy(p, a.lane, sizeof a.lane); }
+ANYSHARD_INLINE Vec broadcast(float a) { ANYSHARD_EACH(Vec, (static_cast<void>(i), a)); }
+ANYSHARD_INLINE Vec add(Vec a, Vec b) { ANYSHARD_EACH(Vec, a.lane[i] + b.lane[i]); }
+ANYSHARD_INLINE Vec sub(Vec a, Vec b) { ANYSHARD_EACH(Vec, a.lane[i] - b.lane[i]); }
+ANYSHARD_INLINE Vec mul(Vec a, Vec b) { ANYSHARD_EACH(Vec, a.lane[i] * b.lane[i]); }
+ANYSHARD_INLINE Vec div(Vec a, Vec b) { ANYSHARD_EACH(Vec, a.lane[i] / b.lane[i]); }
+ANYSHARD_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  ANYSHARD_EACH(Vec, __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]));
+}
+// a if a > b else b, so b where either is NaN.
+ANYSHARD_INLINE Vec max(Vec a, Vec b) {
+  ANYSHARD_EACH(Vec, a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]);
+}
+// Nearest even by adding and taking away 2^23; larger values are whole already.
+ANYSHARD_INLINE float round_even_one(float a) {
+  const float magnitude = a < 0.0f ? -a : a;
+  if (!(magnitude < 0x1p23f)) return a;
+  return __builtin_copysignf((magnitude + 0x1p23f) - 0x1p23f, a);
+}
+ANYSHARD_INLINE Vec round_even(Vec a) { ANYSHARD_EACH(Vec, round_even_one(a.lane[i])); }
+ANYSHARD_INLINE float square_root(float a) { return __builtin_sqrtf(a); }
+
+ANYSHARD_INLINE IntVec bits(Vec a) { ANYSHARD_EACH(IntVec, float_bits(a.lane[i])); }
+ANYSHARD_INLINE Vec from_bits(IntVec a) { ANYSHARD_EACH(Vec, bits_float(a.lane[i])); }
+ANYSHARD_INLINE IntVec broadcast_int(int32_t a) {
+  ANYSHARD_EACH(IntVec, (static_cast<void>(i), a));
+}
+ANYSHARD_INLINE IntVec lane_numbers() { ANYSHARD_EACH(IntVec, i); }
+ANYSHARD_INLINE IntVec load_int(const int32_t* p) { ANYSHARD_EACH(IntVec, p[i]); }
+ANYSHARD_INLINE void store_int(int32_t* p, IntVec a) { __builtin_memcpy(p, a.lane, 32); }
+// Nearest even; lanes outside int32 are unspecified.
+ANYSHARD_INLINE int32_t to_int_one(float a) {
+  const float whole = round_even_one(a);
+  return whole >= -0x1p31f && whole < 0x1p31f ? static_cast<int32_t>(whole) : INT32_MIN;
+}
+ANYSHARD_INLINE IntVec to_int(Vec a) { ANYSHARD_EACH(IntVec, to_int_one(a.lane[i])); }
+ANYSHARD_INLINE Vec to_float(IntVec a) { ANYSHARD_EACH(Vec, static_cast<float>(a.lane[i])); }
+ANYSHARD_INLINE IntVec add_int(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, wrap(word(a.lane[i]) + word(b.lane[i])));
+}
+ANYSHARD_INLINE IntVec sub_int(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, wrap(word(a.lane[i]) - word(b.lane[i])));
+}
+ANYSHARD_INLINE IntVec xor_int(IntVec a, IntVec b) { ANYSHARD_EACH(IntVec, a.lane[i] ^ b.lane[i]); }
+template <int Count>
+ANYSHARD_INLINE IntVec shift_left(IntVec a) {
+  ANYSHARD_EACH(IntVec, wrap(word(a.lane[i]) << Count));
+}
+template <int Count>
+ANYSHARD_INLINE IntVec shift_right_signed(IntVec a) {
+  ANYSHARD_EACH(IntVec, a.lane[i] >> Count);
+}
+template <int Count>
+ANYSHARD_INLINE IntVec shift_right(IntVec a) {
+  ANYSHARD_EACH(IntVec, wrap(word(a.lane[i]) >> Count));
+}
+// Low and high halves of the unsigned 64-bit products.
+ANYSHARD_INLINE uint64_t product(int32_t a, int32_t b) {
+  return static_cast<uint64_t>(word(a)) * word(b);
+}
+ANYSHARD_INLINE IntVec multiply_low(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, wrap(static_cast<uint32_t>(product(a.lane[i], b.lane[i]))));
+}
+ANYSHARD_INLINE IntVec multiply_high(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, wrap(static_cast<uint32_t>(product(a.lane[i], b.lane[i]) >> 32)));
+}
+
+// Masks are all ones or all zeros in each lane.
+ANYSHARD_INLINE IntVec less(Vec a, Vec b) { ANYSHARD_EACH(IntVec, -(a.lane[i] < b.lane[i])); }
+ANYSHARD_INLINE IntVec equal(Vec a, Vec b) { ANYSHARD_EACH(IntVec, -(a.lane[i] == b.lane[i])); }
+ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {
+  ANYSHARD_EACH(IntVec, -!(a.lane[i] <= b.lane[i]));
+}
+ANYSHARD_INLINE IntVec is_nan(Vec a) { ANYSHARD_EACH(IntVec, -(a.lane[i] != a.lane[i])); }
+ANYSHARD_INLINE IntVec greater_int(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, -(a.lane[i] > b.lane[i]));
+}
+ANYSHARD_INLINE IntVec and_mask(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, a.lane[i] & b.lane[i]);
+}
+ANYSHARD_INLINE IntVec or_mask(IntVec a, IntVec b) { ANYSHARD_EACH(IntVec, a.lane[i] | b.lane[i]); }
+ANYSHARD_INLINE bool any(IntVec mask) {
+  int32_t found = 0;
+  for (int i = 0; i < 8; ++i) found |= mask.lane[i];
+  return found != 0;
+}
+ANYSHARD_INLINE int first_set(IntVec mask) {
+  int i = 0;
+  while (i < 7 && mask.lane[i] == 0) ++i;
+  return i;
+}
+ANYSHARD_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
+  ANYSHARD_EACH(Vec, mask.lane[i] != 0 ? yes.lane[i] : no.lane[i]);
+}
+ANYSHARD_INLINE IntVec select_int(IntVec mask, IntVec yes, IntVec no) {
+  ANYSHARD_EACH(IntVec, mask.lane[i] != 0 ? yes.lane[i] : no.lane[i]);
+}
+ANYSHARD_INLINE Vec absolute(Vec a) {
+  ANYSHARD_EACH(Vec, bits_float(float_bits(a.lane[i]) & 0x7fffffff));
+}
+ANYSHARD_INLINE Vec negate(Vec a) {
+  ANYSHARD_EACH(Vec, bits_float(float_bits(a.lane[i]) ^ INT32_MIN));
+}
+
+// Lanes below `count`; memory of the other lanes is not touched, loads give +0 there.
+ANYSHARD_INLINE IntVec first_lanes(int count) { ANYSHARD_EACH(IntVec, -(count > i)); }
+ANYSHARD_INLINE Vec load_partial(const float* p, int count) {
+  ANYSHARD_EACH(Vec, i < count ? p[i] : 0.0f);
+}
+ANYSHARD_INLINE void store_partial(float* p, Vec a, int count) {
+  for (int i = 0; i < 8 && i < count; ++i) p[i] = a.lane[i];
+}
+
+// Halving tree of eight lanes: i + (i + 4), then + 2, then + 1.
+ANYSHARD_INLINE float halving_sum(Vec a) {
+  for (int step = 4; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) a.lane[i] = a.lane[i] + a.lane[i + step];
+  }
+  return a.lane[0];
+}
+// Largest lane; no lane may be NaN.
+ANYSHARD_INLINE float largest(Vec a) {
+  float result = a.lane[0];
+  for (int i = 1; i < 8; ++i) result = a.lane[i] > result ? a.lane[i] : result;
+  return result;
+}
+
+#undef ANYSHARD_EACH
