@@ -32,9 +32,7 @@ def answer(batch: Batch, tick: Tick) -> Batch:
     """Every sampled row draws token 9; a request ends at its max_tokens."""
     by_slot = {s.slot: s for s in batch.running}
     drawn = {row.slot: 9 for row in tick.rows if row.sample}
-    done = {
-        slot for slot in drawn if by_slot[slot].emitted + 1 == by_slot[slot].request.max_tokens
-    }
+    done = {slot for slot in drawn if by_slot[slot].emitted + 1 == by_slot[slot].request.max_tokens}
     return apply(batch, tick, drawn, frozenset(done))
 
 

@@ -28,7 +28,11 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def rounded(exact: Fraction) -> float:
     """The float32 nearest to a rational, ties to even, by comparing candidates exactly."""
     guess = np.float32(float(exact))
-    best = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    best = [
+        np.nextafter(guess, np.float32(-np.inf)),
+        guess,
+        np.nextafter(guess, np.float32(np.inf)),
+    ]
     finite = [c for c in best if np.isfinite(c)]
 
     def distance(candidate: np.float32) -> tuple[Fraction, int]:

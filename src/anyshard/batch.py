@@ -116,14 +116,12 @@ def next_tick(batch: Batch, limits: Limits) -> tuple[Tick, Batch]:
         )
         last = len(sequence.tokens) - 1
         for position in range(sequence.computed, sequence.computed + count):
-            rows.append(
-                Row(sequence.slot, position, sequence.tokens[position], position == last)
-            )
+            rows.append(Row(sequence.slot, position, sequence.tokens[position], position == last))
     return Tick(tuple(rows), admitted), batch
 
 
 def apply(batch: Batch, tick: Tick, tokens: dict[int, int], finished: frozenset[int]) -> Batch:
-    """The state after a tick: rows computed, `tokens` (by slot) appended, `finished` slots freed."""
+    """The state after a tick: rows computed, `tokens` by slot appended, `finished` slots freed."""
     ran: dict[int, int] = {}
     for row in tick.rows:
         ran[row.slot] = ran.get(row.slot, 0) + 1
@@ -151,7 +149,6 @@ def rewind(batch: Batch, slot: int, *, computed: int, tokens: tuple[int, ...]) -
     Nothing moves: rows re-run from position `computed` overwrite their keys and values.
     """
     running = tuple(
-        replace(s, tokens=tokens, computed=computed) if s.slot == slot else s
-        for s in batch.running
+        replace(s, tokens=tokens, computed=computed) if s.slot == slot else s for s in batch.running
     )
     return replace(batch, running=running)

@@ -137,9 +137,7 @@ def generate(
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     from anyshard.request import Sampling
 
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     for name, value, least, most in (
         ("chunk", chunk, 1, 1 << 16),
         ("max-num-seqs", max_num_seqs, 1, 4096),
@@ -242,8 +240,7 @@ def _prompts_file(path: str) -> Iterator[tuple[str, int | None]]:
             entry = {"prompt": entry}
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise OptionError(
-                f"--prompts {path} line {number}: a string or an object with "
-                '"prompt" is needed'
+                f'--prompts {path} line {number}: a string or an object with "prompt" is needed'
             )
         unknown = sorted(set(entry) - {"prompt", "max_tokens"})
         if unknown:
@@ -350,9 +347,7 @@ class _Generate:
         if limit is None:
             limit = min(DEFAULT_MAX_TOKENS, max(1, room))
         if limit > room:
-            raise PromptTooLong(
-                prompt_tokens=len(prompt), max_tokens=limit, limit=config.context
-            )
+            raise PromptTooLong(prompt_tokens=len(prompt), max_tokens=limit, limit=config.context)
         return Request(
             prompt=tuple(prompt),
             max_tokens=limit,

@@ -108,7 +108,9 @@ class Profile:
 
 def _positive(value: Any, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 28:
-        raise CheckpointError(f"field {field} is {value!r}; a whole number from 1 to 2^28 is needed")
+        raise CheckpointError(
+            f"field {field} is {value!r}; a whole number from 1 to 2^28 is needed"
+        )
     return value
 
 

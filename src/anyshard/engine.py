@@ -195,9 +195,7 @@ class Engine:
         assert all(0 <= token < self.config.vocab for token in request.prompt)
         request_id = self._next_id
         self._next_id += 1
-        self.batch = replace(
-            self.batch, waiting=(*self.batch.waiting, (request_id, request))
-        )
+        self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -206,7 +204,7 @@ class Engine:
 
     def run(self) -> Iterator[Event]:
         """Walk ticks until no request is left; tokens come in request order within a tick."""
-        while self.batch.busy:
+        while True:
             self._drop_cancelled()
             if not self.batch.busy:
                 return
@@ -216,9 +214,7 @@ class Engine:
     def _drop_cancelled(self) -> None:
         if not self._cancelled:
             return
-        gone = frozenset(
-            s.slot for s in self.batch.running if s.request_id in self._cancelled
-        )
+        gone = frozenset(s.slot for s in self.batch.running if s.request_id in self._cancelled)
         waiting = tuple(w for w in self.batch.waiting if w[0] not in self._cancelled)
         self.batch = apply(replace(self.batch, waiting=waiting), Tick((), ()), {}, gone)
         self._cancelled.clear()
@@ -241,9 +237,7 @@ class Engine:
             wanted = ROW_LOGITS if requests[row.slot].want_logits else 0
             flags = (ROW_SAMPLE | wanted) if row.sample else 0
             rows[index] = (row.slot, row.position, row.token, 0, flags)
-        pages = [
-            (s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)
-        ]
+        pages = [(s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)]
         drawn: dict[int, Sampling] = {s.slot: s.request.sampling for s in tick.admitted}
         note = msgspec.msgpack.encode(drawn) if drawn else b""
         return rows, np.array(pages, PAGE), note
@@ -312,4 +306,3 @@ def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
     if sequence.emitted + 1 >= sequence.request.max_tokens:
         return "length"
     return None
-

@@ -17,6 +17,8 @@ from anyshard.ops.exact import F32
 
 __all__ = ["KvCache"]
 
+MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
+
 
 class KvCache:
     """Keys and values of `layers` x `kv_heads`, `num_pages` pages each.
@@ -42,7 +44,7 @@ class KvCache:
         self.layers = layers
         k_shape = (num_layers, num_pages, num_heads, config.head_dim, profile.kv_block)
         v_shape = (num_layers, num_pages, num_heads, profile.kv_block, config.head_dim)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, max(self.bytes, mmap.PAGESIZE), flags=flags)
         floats: F32 = np.frombuffer(self._memory, np.float32)
         half = self.bytes // 8

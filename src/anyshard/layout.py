@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from anyshard.config import ModelConfig
@@ -99,9 +99,7 @@ class Tree:
 def _nodes_of(tree: Tree) -> tuple[Span, ...]:
     starts = [0, *accumulate(tree.group_sizes)]
     within = [node for low, high in pairwise(starts) for node in _internal_nodes(low, high)]
-    over = [
-        (starts[low], starts[high]) for low, high in _internal_nodes(0, len(tree.group_sizes))
-    ]
+    over = [(starts[low], starts[high]) for low, high in _internal_nodes(0, len(tree.group_sizes))]
     return tuple(sorted(within + over, key=lambda node: (node[1], -node[0])))
 
 
@@ -205,7 +203,7 @@ def _best_cut(
     for measure in (*limits, nodes):
         allowed = _tightest(allowed, spans, measure, num_units, parts)
 
-    @lru_cache(maxsize=None)
+    @cache
     def cheapest(left: int, start: int) -> float:
         if left == 0:
             return 0.0 if start == num_units else math.inf
@@ -225,8 +223,7 @@ def _best_cut(
         stop = next(
             stop
             for stop in range(num_units, start - 1, -1)
-            if (start, stop) in allowed
-            and nodes((start, stop)) + cheapest(left - 1, stop) == goal
+            if (start, stop) in allowed and nodes((start, stop)) + cheapest(left - 1, stop) == goal
         )
         cut.append((start, stop))
         start = stop
@@ -337,9 +334,7 @@ def plan(
     else:
         starts = _starts(ffn_tree(config, leaf).leaf_lengths)
         head_spans = tuple(pairwise([0, *accumulate(heads)]))
-        ffn_spans = tuple(
-            pairwise([starts[leaf_] for leaf_ in _in_ratio(heads, len(starts) - 1)])
-        )
+        ffn_spans = tuple(pairwise([starts[leaf_] for leaf_ in _in_ratio(heads, len(starts) - 1)]))
         panel_spans = tuple(pairwise(_in_ratio(heads, panels)))
     return Layout(
         heads=head_spans,

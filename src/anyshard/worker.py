@@ -21,8 +21,8 @@ from anyshard.config import ModelConfig, Profile
 from anyshard.kv import KvCache
 from anyshard.launcher import Seat
 from anyshard.layout import Layout
-from anyshard.model import Op, Program, Weight, program
-from anyshard.ops import KernelChoice, Kernels, load_kernels
+from anyshard.model import Op, Weight, program
+from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
@@ -220,9 +220,7 @@ class Worker:
         if frame.note:
             self.sampling |= msgspec.msgpack.decode(frame.note, type=dict[int, Sampling])
 
-    def _sample(
-        self, sampled: npt.NDArray[np.intp], flags: I32, tokens: I32
-    ) -> F32 | None:
+    def _sample(self, sampled: npt.NDArray[np.intp], flags: I32, tokens: I32) -> F32 | None:
         """Run the head over the sampled rows and fill their tokens (on the sampler).
 
         Returns the logit rows wanted, in row order, or None.
@@ -493,7 +491,9 @@ def rank_main(seat: Seat) -> None:
     served, plan = seat.state, msgspec.msgpack.decode(seat.start.payload, type=RankPlan)
     assert isinstance(served, Served)
     have = served.profile.sha256()
-    assert have == plan.profile_sha256, f"profile {have[:12]} here, {plan.profile_sha256[:12]} asked"
+    assert have == plan.profile_sha256, (
+        f"profile {have[:12]} here, {plan.profile_sha256[:12]} asked"
+    )
     if plan.comm == "torch":
         from anyshard.comm.torch import Torch
 

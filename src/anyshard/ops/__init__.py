@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 from anyshard.errors import OptionError
 
-__all__ = ["Body", "KernelChoice", "Kernels", "available_bodies", "choose_body", "load_kernels", "native_module"]
+__all__ = [
+    "Body",
+    "KernelChoice",
+    "Kernels",
+    "available_bodies",
+    "choose_body",
+    "load_kernels",
+    "native_module",
+]
 
 Body = Literal["avx2", "scalar", "reference"]
 KernelChoice = Literal["auto", "avx2", "scalar", "reference"]

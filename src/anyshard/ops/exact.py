@@ -1,4 +1,4 @@
-"""float32 arithmetic with one rounding per step, in NumPy: what the kernels must equal, bit for bit.
+"""float32 arithmetic in NumPy with one rounding a step: what kernels must equal, bit for bit.
 
 NumPy has no float32 fma, and float64-then-cast is not one: the sum in float64 rounds, and the
 cast rounds again. `fma32` rounds the float64 sum to odd, so that the cast is the only rounding.
@@ -24,9 +24,9 @@ from anyshard.ops.coefficients import (
 )
 
 __all__ = [
+    "EMPTY_MAX",
     "F32",
     "I32",
-    "EMPTY_MAX",
     "exp",
     "exp2",
     "fma32",
@@ -147,9 +147,7 @@ def merge_nodes(nodes: Sequence[F32], merges: Sequence[int]) -> list[F32]:
     return stack
 
 
-def linear_nodes(
-    x_MK: F32, w_NK: F32, leaf_lengths: Sequence[int], merges: Sequence[int]
-) -> F32:
+def linear_nodes(x_MK: F32, w_NK: F32, leaf_lengths: Sequence[int], merges: Sequence[int]) -> F32:
     """Nodes of x @ w.T over the span of leaves given: shape [nodes, M, N].
 
     Each leaf is an fma chain over its k in order, from +0; leaves run side by side, so a chain

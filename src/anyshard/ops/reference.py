@@ -108,7 +108,7 @@ class Linear:
     def __call__(self, x_MK: F32) -> F32:
         if self.weight_NK is None:
             return np.zeros((x_MK.shape[0], 0), np.float32)
-        y_MN = linear_nodes(x_MK, self.weight_NK, self.leaf_lengths, self.merges)[0]
+        y_MN: F32 = linear_nodes(x_MK, self.weight_NK, self.leaf_lengths, self.merges)[0]
         return y_MN if self.bias is None else y_MN + self.bias
 
 
@@ -121,7 +121,7 @@ class Embed:
     def run(self, rows: int) -> None:
         """Fill out[:rows]."""
         tokens = self.tokens[:rows]
-        if rows and not (0 <= tokens.min() and tokens.max() < self.vocab):
+        if rows and not (tokens.min() >= 0 and tokens.max() < self.vocab):
             raise ValueError(f"a token id is outside 0..{self.vocab - 1}")
         self.out[:rows] = self.panels[tokens // 8, :, tokens % 8]
 
