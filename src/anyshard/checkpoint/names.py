@@ -218,14 +218,16 @@ def _read_shards(directory: Path) -> tuple[dict[str, SafeTensor], str]:
     weight_map: Any = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: weight_map is missing or no object")
-    tensors: dict[str, SafeTensor] = {}
-    for file_name in sorted({str(value) for value in weight_map.values()}):
+    file_names = sorted({str(value) for value in weight_map.values()})
+    for file_name in file_names:  # all before any is opened
         plain = Path(file_name).name == file_name and file_name.endswith(".safetensors")
         if not plain:
             raise CheckpointError(
                 f"{index}: weight_map names {file_name!r}; a .safetensors file in the same "
                 "directory is needed"
             )
+    tensors: dict[str, SafeTensor] = {}
+    for file_name in file_names:
         for name, tensor in read_safetensors(directory / file_name).items():
             if weight_map.get(name) != file_name:
                 raise CheckpointError(
