@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from anyshard.batch import Batch, Limits, Sequence, Tick, apply, next_tick
+from anyshard.binder import FaultCode
 from anyshard.checkpoint import open_checkpoint
 from anyshard.checkpoint.image import build_image
 from anyshard.comm.base import CommKind
@@ -31,7 +32,7 @@ from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
-from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, FaultCode, RankPlan, Served, wire_sizes
+from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, RankPlan, Served, wire_sizes
 
 __all__ = [
     "Engine",

@@ -1,0 +1,234 @@
+"""Binding: each op of a program becomes a call on fixed buffers, once, before the first frame.
+
+Knows which buffer an op reads and writes, and which cut of which weight it takes; the order of
+the ops is the program's. A step then passes row counts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anyshard.model import Op, Weight
+from anyshard.ops.exact import F32, I32
+
+if TYPE_CHECKING:
+    from anyshard.worker import Worker
+
+__all__ = ["Binder", "FaultCode"]
+
+LOG2_E = 1.4426950408889634
+
+
+class FaultCode:
+    """Numbers that a kernel writes into row_fault: 1 + 4 * layer + place; the head comes last."""
+
+    PLACES = ("qkv", "attention", "gate_up")
+
+    @classmethod
+    def of(cls, layer: int, place: str) -> int:
+        """The code of an op of a layer."""
+        return 1 + 4 * layer + cls.PLACES.index(place)
+
+    @classmethod
+    def head(cls, num_layers: int) -> int:
+        """The code of the final norm and head."""
+        return 1 + 4 * num_layers
+
+    @classmethod
+    def name(cls, code: int, num_layers: int) -> str:
+        """`layers.3.attention` or `head`."""
+        if code >= cls.head(num_layers):
+            return "head"
+        return f"layers.{(code - 1) // 4}.{cls.PLACES[(code - 1) % 4]}"
+
+
+class Binder:
+    """Turns the ops of a program into calls on fixed buffers; used once, at start."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.w = worker
+        self.module: Any = worker.kernels.module
+        self.pool: Any = worker.kernels.pool
+        self.nodes = worker.comm.exchange("nodes")
+        self.parity = self.nodes.parity
+
+    def bind(self, op: Op) -> Callable[[int], None]:
+        """The call for one op."""
+        bound: Callable[[Op], Callable[[int], None]] = getattr(self, f"_{op.kind}")
+        return bound(op)
+
+    def _matrix(self, weight: Weight, leaf_lengths: tuple[int, ...] = ()) -> F32:
+        """Panels of a cut: whole panels of its rows, a stride of its columns."""
+        assert weight.columns is not None and weight.rows[0] % 8 == 0
+        panels = self.w.image.panels(weight.name)
+        rows = slice(weight.rows[0] // 8, -(-weight.rows[1] // 8))
+        return panels[rows, weight.columns[0] : weight.columns[1]]
+
+    def _vector(self, weight: Weight) -> F32:
+        return self.w.image.vector(weight.name)[weight.rows[0] : weight.rows[1]]
+
+    def _named(self, op: Op) -> dict[str, Any]:
+        """Weights of an op by their last name: matrices as panels, vectors as slices."""
+        return {
+            weight.name.rsplit(".", 1)[-1]: (
+                self._vector(weight) if weight.columns is None else self._matrix(weight)
+            )
+            for weight in op.weights
+        }
+
+    def _leaves(self, op: Op) -> tuple[I32, I32]:
+        return np.array(op.sum.leaf_lengths, np.int32), np.array(op.sum.merges, np.int32)
+
+    def _embed(self, op: Op) -> Callable[[int], None]:
+        w, table = self.w, self._matrix(op.weights[0])
+        run: Callable[[int], None] = self.module.Embed(
+            self.pool, table, w.config.vocab, w.tokens, w.x_RD
+        ).run
+        return run
+
+    def _receive(self, op: Op) -> Callable[[int], None]:
+        comm, x_RD = self.w.comm, self.w.x_RD
+        return lambda rows: comm.receive(x_RD[:rows])
+
+    def _send(self, op: Op) -> Callable[[int], None]:
+        comm, x_RD = self.w.comm, self.w.x_RD
+        return lambda rows: comm.send(x_RD[:rows])
+
+    def _qkv(self, op: Op) -> Callable[[int], None]:
+        w, d, named = self.w, self.w.config.head_dim, self._named(op)
+        run: Callable[[int], None] = self.module.Qkv(
+            self.pool,
+            w.x_RD,
+            named["attn_norm"],
+            w.config.norm_eps,
+            named["q"],
+            named["k"],
+            named["v"],
+            named.get("q_bias"),
+            named.get("k_bias"),
+            named.get("v_bias"),
+            None,
+            None,
+            *self._leaves(op),
+            d,
+            float(np.float32(LOG2_E / d**0.5)),
+            w.cos,
+            w.sin,
+            w.positions,
+            w.q_RN,
+            w.kv.keys(op.layer),
+            w.kv.values(op.layer),
+            w.page_table,
+            w.row_slot,
+            w.row_fault,
+            FaultCode.of(op.layer, "qkv"),
+        ).run
+        return run
+
+    def _attention(self, op: Op) -> Callable[[int], None]:
+        w, here = self.w, self.w.program
+        kv_head_of = np.array(
+            [head // w.config.q_per_kv - here.kv_heads[0] for head in range(*here.heads)],
+            np.int32,
+        )
+        run: Callable[[int], None] = self.module.Attention(
+            self.pool,
+            w.q_RN,
+            w.kv.keys(op.layer),
+            w.kv.values(op.layer),
+            w.page_table,
+            w.row_slot,
+            w.positions,
+            w.config.head_dim,
+            kv_head_of,
+            w.a_RN,
+            w.row_fault,
+            FaultCode.of(op.layer, "attention"),
+        ).run
+        return run
+
+    def _row_linear(self, op: Op, a: F32) -> Callable[[int], None]:
+        run: Callable[[int], None] = self.module.RowLinear(
+            self.pool,
+            a,
+            self._matrix(op.weights[0]),
+            self.w.config.hidden,
+            *self._leaves(op),
+            self.nodes.send_buffer(self.parity),
+        ).run
+        return run
+
+    def _o_proj(self, op: Op) -> Callable[[int], None]:
+        return self._row_linear(op, self.w.a_RN)
+
+    def _down_proj(self, op: Op) -> Callable[[int], None]:
+        return self._row_linear(op, self.w.f_RF)
+
+    def _gather(self, op: Op) -> Callable[[int], None]:
+        exchange, width = self.nodes, self.w.config.hidden
+        mine = op.sum.nodes_per_rank[self.w.program.tp_index] * width
+        padded = op.wire_floats
+        return lambda rows: exchange.run(rows * mine, rows * padded)
+
+    _gather_o = _gather
+    _gather_down = _gather
+
+    def _reduce(self, op: Op) -> Callable[[int], None]:
+        sources = self.nodes.sources(self.parity)
+        # each layer gathers twice, so that a step always begins with the same buffer
+        self.parity ^= 1
+        bias = self._vector(op.weights[0]) if op.weights else None
+        run: Callable[[int], None] = self.module.Reduce(
+            self.pool,
+            sources,
+            list(op.sum.nodes_per_rank),
+            np.array(op.sum.merges, np.int32),
+            bias,
+            self.w.x_RD,
+            self.w.config.hidden,
+        ).run
+        return run
+
+    _reduce_o = _reduce
+    _reduce_down = _reduce
+
+    def _gate_up(self, op: Op) -> Callable[[int], None]:
+        w, named = self.w, self._named(op)
+        run: Callable[[int], None] = self.module.GateUp(
+            self.pool,
+            w.x_RD,
+            named["mlp_norm"],
+            w.config.norm_eps,
+            named["gate"],
+            named["up"],
+            w.f_RF.shape[1],
+            named.get("gate_bias"),
+            named.get("up_bias"),
+            *self._leaves(op),
+            w.f_RF,
+            w.row_fault,
+            FaultCode.of(op.layer, "gate_up"),
+        ).run
+        return run
+
+    def _head(self, op: Op) -> Callable[[int], None]:
+        w = self.w
+        out = w.shard_RV
+        run: Callable[[int], None] = self.module.Head(
+            self.pool,
+            w.x_RD,
+            w.sample_rows,
+            self._vector(op.weights[0]),
+            w.config.norm_eps,
+            self._matrix(op.weights[1]),
+            out.shape[1],
+            None,
+            *self._leaves(op),
+            out,
+            w.row_fault,
+            FaultCode.head(w.config.num_layers),
+        ).run
+        return run
