@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from anyshard.comm.base import WIRE_KINDS, Counters, EpochAborted, FloatArray, WireKind
 from anyshard.comm.region import (
-    CHANNEL_ACK,
     CHANNEL_FRAME,
     CHANNEL_READY,
     CHANNEL_RESULT,
@@ -188,10 +187,9 @@ class RankControl:
         `deadline_s` passes; EpochAborted.
         """
         timeout_us = -1 if deadline_s is None else round(deadline_s * 1e6)
-        if self._sequence == 0:
-            self._signals.publish(CHANNEL_READY, 1, (self._region.front,))
         while True:
             sequence = self._sequence + 1
+            self._signals.publish(CHANNEL_READY, sequence % WRAP, (self._region.front,))
             status = self._frames.wait(sequence % WRAP, timeout_us)
             if status == ABORTED:
                 raise EpochAborted(f"rank {self._rank}: the epoch ended while waiting for a frame")
@@ -201,7 +199,6 @@ class RankControl:
                 return None
             frame = self._copy_out(sequence)
             self._sequence = sequence
-            self._signals.publish(CHANNEL_ACK, sequence % WRAP, (self._region.front,))
             if frame is not None:
                 self._record["frames"] = sequence
                 return frame
@@ -315,8 +312,8 @@ class FrontControl:
         self._results: Waiter = self._signals.waiter(
             CHANNEL_RESULT, receivers=(), senders=[region.sampler], spin_us=0
         )
-        self._acks: Waiter = self._signals.waiter(
-            CHANNEL_ACK, receivers=(), senders=self._ranks, spin_us=0
+        self._askers: Waiter = self._signals.waiter(
+            CHANNEL_READY, receivers=(), senders=self._ranks, spin_us=0
         )
         self._records = [region.status(rank) for rank in self._ranks]
         self._read = 0
@@ -329,8 +326,7 @@ class FrontControl:
         Deadlines of exchanges start to count after this, so a slow start is not a lost rank.
         Raises: PeerLost.
         """
-        ready = self._signals.waiter(CHANNEL_READY, receivers=(), senders=self._ranks, spin_us=0)
-        self._wait(ready, 1, deadline_s, "all ranks to be ready")
+        self._wait(self._askers, 1, deadline_s, "all ranks to be ready")
         self._ready = True
 
     def send_frame(
@@ -361,7 +357,8 @@ class FrontControl:
                 f"{sequence - 1 - self._read} results are unread, the limit is {sizes.frame_slots}"
             )
         if sequence > sizes.frame_slots:
-            self._wait(self._acks, sequence - sizes.frame_slots, self._deadline_s, "taking a frame")
+            done = sequence - sizes.frame_slots
+            self._wait(self._askers, done + 1, None, "all ranks to finish a frame")
         self._write(
             sequence, np.ascontiguousarray(rows, ROW), np.ascontiguousarray(pages, PAGE), note
         )
@@ -440,8 +437,14 @@ class FrontControl:
                     f" {what} (number {sequence})"
                 )
 
-    def statuses(self) -> list[StatusView]:
-        """Every rank's status as it stands now, in rank order."""
+    def statuses(self, *, settled: bool = True) -> list[StatusView]:
+        """Every rank's status, in rank order.
+
+        The sampler's result may come before another rank has ended its step: `settled` waits for
+        all of them if no result is outstanding. False: as it stands now. Raises: PeerLost.
+        """
+        if settled and self._read == self.sequence:
+            self._wait(self._askers, self.sequence + 1, None, "all ranks to finish a frame")
         views = []
         for rank, record in enumerate(self._records):
             names = (

@@ -32,7 +32,6 @@ from anyshard.comm.signals import (
 )
 
 __all__ = [
-    "CHANNEL_ACK",
     "CHANNEL_EXCHANGES",
     "CHANNEL_FRAME",
     "CHANNEL_HOP",
@@ -49,12 +48,11 @@ __all__ = [
 ]
 
 CHANNEL_FRAME = 0  # the front: frame n stands in its slot
-CHANNEL_ACK = 1  # each rank: frame n is copied out
+CHANNEL_READY = 1  # each rank: it asks for frame n, so it is done with frame n - 1
 CHANNEL_RESULT = 2  # the sampler: result n stands in its slot
 CHANNEL_HOP = 3  # each sender: message n stands in its ring
 CHANNEL_HOP_ACK = 4  # each receiver: message n is copied out
-CHANNEL_READY = 5  # each rank: 1, it is set up and asks for its first frame
-CHANNEL_EXCHANGES = 6  # and one more per exchange
+CHANNEL_EXCHANGES = 5  # and one more per exchange
 
 #: One row of a frame: sequence slot, position in the sequence, token id, generation, flag bits.
 ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generation", "flags")])

@@ -42,10 +42,12 @@ class Solo:
         self.rank = self.stage = self.tp_rank = 0
         self.world = self.tp = self.pp = 1
         self.counters = Counters()
+        self._sizes = sizes
         self._exchanges = {spec.name: _OwnBuffer(spec.capacity_floats) for spec in sizes.exchanges}
 
     def exchange(self, name: str) -> _OwnBuffer:
-        """The exchange of that name."""
+        """The exchange of that name. Raises: ValueError naming those that exist."""
+        self._sizes.exchange_index(name)
         return self._exchanges[name]
 
     def send(self, values: FloatArray) -> None:
