@@ -42,6 +42,7 @@ __all__ = ["die_with_parent", "run_launcher", "signal_text"]
 
 LOG_BYTES = 64 << 10
 LOG_TAIL_LINES = 20
+_CRASH = "Fatal Python error"  # how faulthandler begins
 _TICK_S = 0.25
 _RECEIVE_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -96,8 +97,12 @@ class _Rank:
             del self.log[:-LOG_BYTES]
 
     def tail(self) -> list[str]:
-        """The last lines of the log."""
-        return self.log.decode("utf-8", "replace").splitlines()[-LOG_TAIL_LINES:]
+        """The last lines of the log; of a crash, the first lines of its report."""
+        lines = self.log.decode("utf-8", "replace").splitlines()
+        crashes = [index for index, line in enumerate(lines) if line.startswith(_CRASH)]
+        if crashes:
+            return lines[crashes[-1] :][:LOG_TAIL_LINES]
+        return lines[-LOG_TAIL_LINES:]
 
 
 class _Epoch:
@@ -311,7 +316,7 @@ class _Launcher:
                 self._kill_epoch()
                 try:
                     self._begin(message)
-                except (AnyshardError, OSError, ValueError) as error:
+                except (AnyshardError, OSError, ValueError, OverflowError) as error:
                     self._kill_epoch()
                     self._channel.send(_failed(error))
             case _:
