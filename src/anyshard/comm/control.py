@@ -54,6 +54,7 @@ Int32Array = NDArray[np.int32]
 FRAME_MAGIC = 0x31534E41  # "ANS1"
 _BODY = 64  # byte offset of rows in a frame slot, of tokens in a result slot
 STARTUP_S = 60.0  # ranks may take this long from fork to their first next_frame
+_GRACE_S = 1.0  # the ranks' own deadlines come first: they can say who is late
 _SLICE_S = 0.02  # the front looks at its launcher this often while it waits
 
 
@@ -397,8 +398,8 @@ class FrontControl:
     ) -> Result:
         """The result of frame `sequence`; ask for them in order.
 
-        The deadline (default: one second more than the ranks' own, so that they can say who is
-        late) counts from the last heartbeat of any rank.
+        The deadline (default: the ranks' own) counts from the last heartbeat of any rank, and
+        has one second of grace, in which the ranks say who is late.
 
         Raises: PeerLost, or whatever `poll` raises (default: the rank group's poll).
         """
@@ -418,7 +419,7 @@ class FrontControl:
         what: str,
         poll: Callable[[], None] | None = None,
     ) -> None:
-        deadline_s = self._deadline_s + 1.0 if deadline_s is None else deadline_s
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
         started = time.monotonic()
         beats = -1
         while True:
@@ -431,7 +432,7 @@ class FrontControl:
             now_beats = sum(int(record["operations"][0]) for record in self._records)
             if now_beats != beats:
                 beats, started = now_beats, time.monotonic()
-            elif time.monotonic() - started > deadline_s:
+            elif time.monotonic() - started > deadline_s + _GRACE_S:
                 raise PeerLost(
                     f"no rank has made progress for {deadline_s:g} s while the front waits for"
                     f" {what} (number {sequence})"
