@@ -82,7 +82,7 @@ def test_demo_model_is_what_it_says(demo: Checkpoint) -> None:
 
 
 @needs_demo
-def test_demo_opens_in_a_fifth_of_a_second(demo: Checkpoint) -> None:
+def test_demo_opens_in_a_fifth_of_a_second(demo: Checkpoint) -> None:  # 0.045 s when idle
     times = []
     for _ in range(3):
         start = time.perf_counter()

@@ -104,7 +104,7 @@ def test_sharded_model_reads_like_the_whole_one(model: Path) -> None:
             open_checkpoint(str(model))
     index.write_text(json.dumps({"weight_map": weight_map}))
     (model / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="00002-of-00002.*: the file does"):
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.*: the file does"):
         open_checkpoint(str(model))
 
 
