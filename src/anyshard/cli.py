@@ -269,7 +269,7 @@ class _Generate:
         from anyshard.worker import rank_main
 
         job = self.job
-        load = loader(job.model, threads=os.cpu_count() or 1)
+        load = loader(job.model, threads=len(os.sched_getaffinity(0)))
         group: RankGroup
         if job.comm == "threads":
             group = ThreadGroup(load, rank_main)
@@ -303,7 +303,11 @@ class _Generate:
         needed = max(len(request.prompt) + request.max_tokens for request in requests)
         length = min(config.context, -(-needed // 32) * 32)
         if job.max_model_len is not None:
-            length = min(config.context, job.max_model_len)
+            length = job.max_model_len
+        if length > config.context:
+            raise OptionError(
+                f"--max-model-len is {length}; the model's context holds {config.context}"
+            )
         for request in requests:
             if len(request.prompt) + request.max_tokens > length:
                 raise PromptTooLong(
@@ -523,7 +527,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        print(f"anyshard: {error}; see anyshard --help", file=sys.stderr)
+        sentence = str(error).rstrip(".")
+        print(f"anyshard: {sentence}; see anyshard --help", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("anyshard: interrupted; all ranks are ended", file=sys.stderr)

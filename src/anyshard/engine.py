@@ -120,7 +120,7 @@ class Engine:
     timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         world, options = self.layout.world, self.options
         self.threads = options.threads or max(1, cores // world)
         self.body = choose_body(options.kernels)
