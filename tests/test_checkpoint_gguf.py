@@ -349,7 +349,7 @@ def test_missing_tensor_and_wrong_shape_are_named(tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "whole.gguf")
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_up\.weight' is missing.*\(96, 64\)"):
         open_checkpoint(str(write("blk.0.ffn_up.weight", {})))
-    wrong = {"blk.0.ffn_up.weight": (96, 32)}
+    wrong: dict[str, tuple[int, ...]] = {"blk.0.ffn_up.weight": (96, 32)}
     with pytest.raises(CheckpointError, match=r"ffn_up\.weight' has shape \(96, 32\).*\(96, 64\)"):
         open_checkpoint(str(write("blk.0.ffn_up.weight", wrong)))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q_norm\.weight' has no place"):

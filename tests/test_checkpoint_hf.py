@@ -80,7 +80,7 @@ def test_sharded_model_reads_like_the_whole_one(model: Path) -> None:
     whole = {n: open_checkpoint(str(model)).read(n) for n in ADVERSARIAL_HEAD_80.tensor_shapes()}
     names = sorted(tensors)
     (model / "model.safetensors").unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for part in range(2):
         file_name = f"model-0000{part + 1}-of-00002.safetensors"
         save_file({n: tensors[n] for n in names[part::2]}, model / file_name)

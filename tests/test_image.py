@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,8 +46,8 @@ def adversarial(tmp_path: Path) -> Checkpoint:
     return open_checkpoint(str(directory))
 
 
-def packed(checkpoint: Checkpoint, **options: object) -> WeightImage:
-    return build_image(checkpoint, **{"threads": 1, "kernels": "reference", **options})  # type: ignore[arg-type]
+def packed(checkpoint: Checkpoint, **options: Any) -> WeightImage:
+    return build_image(checkpoint, **{"threads": 1, "kernels": "reference", **options})
 
 
 def test_panels_hold_every_weight_at_its_place(tiny: Checkpoint) -> None:
@@ -88,6 +89,22 @@ def test_native_and_numpy_pack_the_same_bytes(
     reference = packed(checkpoint)
     assert native.sha256() == reference.sha256()
     assert native.to_json() == reference.to_json()
+
+
+@needs_native
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("padding", [1, 2, 3])
+def test_weights_at_an_odd_byte_pack_the_same(tmp_path: Path, body: str, padding: int) -> None:
+    directory = write_hf_model(tmp_path, ADVERSARIAL_9_3, seed=2)
+    expected = packed(open_checkpoint(str(directory))).sha256()
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size] + b" " * padding
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    checkpoint = open_checkpoint(str(directory))
+    assert packed(checkpoint, kernels=body).sha256() == expected
+    assert packed(checkpoint).sha256() == expected
 
 
 @needs_demo

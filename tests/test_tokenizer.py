@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 import tokenizers
 from gguf_files import TOKENS, write_tiny_gguf
 from hypothesis import given, settings
@@ -127,7 +127,7 @@ def test_qwen2_splits_as_qwen2(metadata: dict[str, Any], text: str) -> None:
     )
 
     def split(raw: str) -> list[str]:
-        return regex.findall(QWEN2, unicodedata.normalize("NFC", raw))
+        return list(regex.findall(QWEN2, unicodedata.normalize("NFC", raw)))
 
     assert tokenizer.encode(text, add_special=True) == PlainEncoder(metadata, split).encode(text)
 
@@ -456,12 +456,13 @@ def test_template_that_is_none_spoils_chats_only() -> None:
 
 @needs_demo
 def test_message_that_is_none_is_refused(demo: Tokenizer) -> None:
-    for messages, message in [
+    cases: list[tuple[list[Any], str]] = [
         ([], "at least one message"),
         ([{"role": "user"}], "message 0 has the content None"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text is needed"),
         ([*HI, {"content": "x"}], "message 1 has the role None"),
-    ]:
+    ]
+    for messages, message in cases:
         with pytest.raises(UserError, match=message):
             demo.encode_chat(messages)
 
