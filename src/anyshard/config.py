@@ -147,7 +147,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         "Qwen2ForCausalLM": "qwen2",
         "qwen2": "qwen2",
     }
-    if name not in families:
+    if not isinstance(name, str) or name not in families:
         raise CheckpointError(
             f"architecture {name!r} (config.json: architectures) is not supported; "
             "LlamaForCausalLM and Qwen2ForCausalLM are"
