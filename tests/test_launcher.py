@@ -25,7 +25,7 @@ from anyshard.comm.control import ROW, ControlSizes, FrontControl
 from anyshard.comm.region import EpochSizes
 from anyshard.errors import AnyshardError, CheckpointError, OptionError, PeerLost, UserError
 from anyshard.launcher import LauncherHandle, Seat, Start, ThreadGroup, fork_launcher
-from anyshard.launcher.channel import MAX_MESSAGE_BYTES, Channel, Loaded
+from anyshard.launcher.channel import MAX_MESSAGE_BYTES, Channel, End, Loaded
 
 pytestmark = pytest.mark.ranks
 
@@ -76,6 +76,8 @@ def go_wrong(how: int) -> None:
             sys.exit(3)
         case 7:
             os.kill(os.getpid(), signal.SIGTSTP)  # Ctrl-Z is the front's
+        case 8:
+            sys.stdout.write("one more line\n")
 
 
 def wrong(how: int, *, rank: int) -> Any:
@@ -278,12 +280,10 @@ def test_a_killed_launcher_is_noticed_and_its_ranks_die() -> None:
         front.wait_ready()
         pids = handle.pids
         os.kill(handle.pid, signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(PeerLost, match=r"the launcher was killed by signal 9") as lost:
             poll_for(handle, NOTICE_S)
         assert lost.value.rank is None
-        gone_within([handle.pid, *pids], 0.5)
-        assert time.monotonic() - started < NOTICE_S
+        gone_within([handle.pid, *pids], NOTICE_S)
         with pytest.raises(PeerLost):
             handle.start(Start(epoch=2, payload=b"", sizes=sizes()))
 
@@ -296,7 +296,7 @@ def test_a_stopped_launcher_is_lost_after_the_deadline() -> None:
         os.kill(handle.pid, signal.SIGSTOP)
         with pytest.raises(PeerLost, match="the launcher has been stopped"):
             poll_for(handle, NOTICE_S)
-        gone_within([handle.pid, *pids], 0.5)
+        gone_within([handle.pid, *pids], NOTICE_S)
 
 
 def test_epochs_follow_each_other_in_any_layout_without_leaks() -> None:
@@ -324,6 +324,20 @@ def test_epochs_follow_each_other_in_any_layout_without_leaks() -> None:
         handle.end()
         handle.end()
         handle.poll()
+
+
+def test_output_that_comes_with_the_end_of_its_epoch_harms_nobody() -> None:
+    with launched() as handle:
+        front = begin(handle)
+        front.wait_ready()
+        os.kill(handle.pid, signal.SIGSTOP)
+        while ") T " not in Path(f"/proc/{handle.pid}/stat").read_text():
+            time.sleep(0.001)
+        handle._send(End(1))
+        front.wait_result(front.send_frame(wrong(8, rank=1)))
+        os.kill(handle.pid, signal.SIGCONT)
+        front = handle.start(Start(epoch=2, payload=b"", sizes=sizes()))
+        front.wait_result(front.send_frame(FINE))
 
 
 def test_ranks_leave_when_the_front_says_stop() -> None:

@@ -292,8 +292,10 @@ class _Launcher:
             while not self._leaving:
                 timeout_s = _TICK_S if self._epoch is None else self._epoch.next_deadline_s()
                 for key, _ in self._selector.select(timeout_s):
-                    take: Callable[[], None] = key.data
-                    take()
+                    # A message may have ended the epoch whose logs come later in this list.
+                    if self._selector.get_map().get(key.fileobj) is key:
+                        take: Callable[[], None] = key.data
+                        take()
                 self._watch()
         finally:
             self._kill_epoch()
