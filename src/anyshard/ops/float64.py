@@ -35,7 +35,7 @@ class Reference64:
     mapping or as a function such as `Checkpoint.read`. Each is widened when it is used, so a
     function that reads keeps one layer in memory.
 
-    Held by: test_float64.py (against a second one in exact rationals, and against HF).
+    Held by: test_float64.py (against a decoder in 40-digit decimals), test_accuracy.py (HF).
     """
 
     def __init__(
@@ -99,9 +99,7 @@ class Reference64:
         q_THd = _rotated(heads("q"), cos, sin) / np.sqrt(np.float64(d))
         k_TGd = _rotated(heads("k"), cos, sin)
         a_THd = _causal_attention(q_THd, k_TGd, heads("v"))
-        return self._linear(
-            a_THd.reshape(len(x_TD), -1), f"{layer}.o", bias=config.o_bias
-        )
+        return self._linear(a_THd.reshape(len(x_TD), -1), f"{layer}.o", bias=config.o_bias)
 
     def _mlp(self, x_TD: F64, layer: str) -> F64:
         bias = self.config.mlp_bias
@@ -136,4 +134,4 @@ def _causal_attention(q_THd: F64, k_TGd: F64, v_TGd: F64) -> F64:
 def _silu(x: F64) -> F64:
     """x / (1 + e^-x), by the side that cannot overflow."""
     e = np.exp(-np.abs(x))
-    return np.where(x >= 0, x, x * e) / (1 + e)
+    return np.asarray(np.where(x >= 0, x, x * e) / (1 + e))

@@ -1,0 +1,259 @@
+"""Explicit frames into real ranks: every row's slot, position, token and page is the test's.
+
+A `Driver` is what the engine is to a rank group, without requests, ticks or admission: it starts
+one epoch, sends rows as given, and returns the logits of every row that wants them. It can
+therefore do what an engine never does: re-run from an earlier position, share a frame between
+sequences in any order, move a sequence's pages, or ask for logits in the middle of a prompt.
+
+    with Driver(demo(), tp=2, rows_max=64) as driver:
+        logits_TV = driver.logits(tokens, chunk=32)
+        step = driver.step([(0, 5, 17, True), (1, 0, 4, False)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
+from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
+from anyshard.engine import f32_profile
+from anyshard.launcher import (
+    EpochSizes,
+    Progress,
+    RankGroup,
+    Seat,
+    Start,
+    ThreadGroup,
+    fork_launcher,
+)
+from anyshard.layout import Layout, plan
+from anyshard.model import program
+from anyshard.ops import KernelChoice
+from anyshard.pages import pages_for
+from anyshard.request import Sampling
+from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, RankPlan, Served, rank_main, wire_sizes
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+
+Row = tuple[int, int, int, bool]  # slot, position, token, whether its logits are wanted
+PageEntry = tuple[int, int, int]  # slot, block, page
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came back for a frame of n rows, k of which wanted logits.
+
+    tokens [n] (-1 where none was wanted), faults [n] (0 is fine), logits [k, V] in row order.
+    """
+
+    tokens: I32
+    faults: I32
+    logits: F32
+
+
+def served(checkpoint: Checkpoint, *, kernels: KernelChoice = "auto") -> Served:
+    """A checkpoint as the launcher loads it."""
+    image = build_image(checkpoint, threads=2, kernels=kernels)
+    return Served(checkpoint.config, f32_profile(), image)
+
+
+@lru_cache(maxsize=1)
+def demo() -> Served:
+    """The demo model, packed once in a test process."""
+    return served(open_checkpoint(None))
+
+
+class Driver:
+    """One epoch of one layout; a context manager.
+
+    rows_max: most rows of a frame. pages_of: the pages of a slot, in block order, for every slot
+    (default: slot s holds consecutive pages from s * blocks on). poison: the KV cache starts as
+    NaN. ranks: "threads" of this process, or "forked" processes as in production.
+    rank_body: what a rank runs, for tests that plant a fault.
+    """
+
+    def __init__(
+        self,
+        model: Served,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        heads: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+        kernels: KernelChoice = "auto",
+        threads: int = 1,
+        rows_max: int = 64,
+        num_slots: int = 1,
+        max_model_len: int = 512,
+        num_pages: int | None = None,
+        pages_of: Mapping[int, Sequence[int]] | None = None,
+        poison: bool = False,
+        ranks: Literal["threads", "forked"] = "threads",
+        comm: Literal["shm", "torch"] = "shm",
+        rank_body: Callable[[Seat], None] = rank_main,
+        deadline_s: float = 60.0,
+    ) -> None:
+        self.model, self.num_slots, self.rows_max = model, num_slots, rows_max
+        self.block = model.profile.kv_block
+        blocks = pages_for(max_model_len, block=self.block)
+        if pages_of is None:
+            pages_of = {s: range(s * blocks, (s + 1) * blocks) for s in range(num_slots)}
+        self.pages: dict[int, Sequence[int]] = dict(pages_of)
+        self._unsent: list[PageEntry] = [
+            (slot, block, page)
+            for slot, pages in self.pages.items()
+            for block, page in enumerate(pages)
+        ]
+        highest = max((page for _, _, page in self._unsent), default=0)
+        self.layout: Layout = plan(
+            model.config,
+            tp=tp,
+            pp=pp,
+            heads=heads,
+            layers=layers,
+            leaf=model.profile.leaf,
+        )
+        rank_plan = RankPlan(
+            heads=self.layout.heads,
+            ffn=self.layout.ffn,
+            vocab=self.layout.vocab,
+            layers=self.layout.layers,
+            kernels=kernels,
+            comm=comm,
+            threads=threads,
+            spin=False,
+            rows_max=rows_max,
+            sampled_max=rows_max,
+            num_slots=num_slots,
+            num_pages=num_pages or highest + 1,
+            max_model_len=max_model_len,
+            profile_sha256=model.profile.sha256(),
+            poison=poison,
+        )
+        self._group = _group(model, rank_body, ranks=ranks, deadline_s=deadline_s)
+        self._group.wait_loaded()
+        self._control = self._group.start(
+            Start(
+                epoch=1,
+                payload=msgspec.msgpack.encode(rank_plan),
+                sizes=self._sizes(rank_plan),
+                deadline_s=deadline_s,
+            )
+        )
+
+    def _sizes(self, rank_plan: RankPlan) -> EpochSizes:
+        model, layout = self.model, self.layout
+        programs = [
+            program(model.config, model.profile, layout, rank) for rank in range(layout.world)
+        ]
+        nodes_max = max(program_.exchange_nodes for program_ in programs)
+        return EpochSizes(
+            wires=wire_sizes(model.config, rank_plan, nodes_max),
+            control=ControlSizes(
+                rows_max=self.rows_max,
+                pages_max=max(rank_plan.num_pages, len(self._unsent)) + self.rows_max,
+                note_bytes=64 + 192 * self.num_slots,
+                logit_rows=self.rows_max,
+                vocab=model.config.vocab,
+            ),
+        )
+
+    def step(
+        self,
+        rows: Sequence[Row],
+        pages: Iterable[PageEntry] | None = None,
+        *,
+        sampling: Mapping[int, Sampling] | None = None,
+    ) -> Step:
+        """One frame. `pages`: page-table entries that take effect before it; `sampling`: by slot.
+
+        Raises: PeerLost, or what a rank raised.
+        """
+        table = np.zeros(len(rows), ROW)
+        for index, (slot, position, token, want) in enumerate(rows):
+            flags = ROW_SAMPLE | ROW_LOGITS if want else 0
+            table[index] = (slot, position, token, 0, flags)
+        entries, self._unsent = [*self._unsent, *(pages or ())], []
+        note = msgspec.msgpack.encode(dict(sampling)) if sampling else b""
+        sequence = self._control.send_frame(table, np.array(entries, PAGE), note)
+        result = self._control.wait_result(sequence, poll=self._group.poll)
+        empty = np.zeros((0, self.model.config.vocab), np.float32)
+        logits = empty if result.logits is None else result.logits
+        return Step(result.tokens, result.faults, logits)
+
+    def logits(
+        self,
+        tokens: Sequence[int],
+        *,
+        chunk: int | None = None,
+        slot: int = 0,
+        start: int = 0,
+        positions: Iterable[int] | None = None,
+    ) -> F32:
+        """Teacher-forced logits [P, V] of `tokens`, which stand at positions start, start + 1...
+
+        `chunk` rows a frame (default: as many as fit). `positions`: absolute ones whose logits are
+        returned, all if None. What stood in the slot from `start` on is overwritten.
+        """
+        size = chunk or self.rows_max
+        end = start + len(tokens)
+        wanted = set(range(start, end) if positions is None else positions)
+        parts: list[F32] = []
+        for first in range(start, end, size):
+            rows = [
+                (slot, position, int(tokens[position - start]), position in wanted)
+                for position in range(first, min(first + size, end))
+            ]
+            step = self.step(rows)
+            assert not step.faults.any(), f"faults {step.faults[step.faults != 0]}"
+            parts.append(step.logits)
+        return np.concatenate(parts)
+
+    def statuses(self) -> list[StatusView]:
+        """What every rank says of itself: bytes, messages, faults."""
+        return self._control.statuses()
+
+    def close(self) -> None:
+        """End the ranks; nothing of them is left."""
+        try:
+            self._control.send_stop()
+        finally:
+            self._group.close()
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the ranks may be gone: only make sure of it
+            self._group.close()
+
+
+def _group(
+    model: Served,
+    rank_body: Callable[[Seat], None],
+    *,
+    ranks: Literal["threads", "forked"],
+    deadline_s: float,
+) -> RankGroup:
+    def load(progress: Progress) -> tuple[Any, bytes]:
+        return model, b""
+
+    if ranks == "forked":
+        return fork_launcher(load, rank_body, deadline_s=deadline_s)
+    return ThreadGroup(load, rank_body)
