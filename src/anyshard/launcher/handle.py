@@ -107,7 +107,7 @@ def raise_lost(lost: RankLost) -> NoReturn:
 
 
 class LauncherHandle:
-    """A forked launcher, as its parent sees it; made by `fork_launcher`."""
+    """A forked launcher, as its parent sees it; made by `fork_launcher`. One thread may use it."""
 
     def __init__(self, channel: Channel, pid: int, *, deadline_s: float) -> None:
         self.pid = pid

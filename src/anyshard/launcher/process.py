@@ -353,7 +353,12 @@ class _Launcher:
         read_fd, write_fd = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_fd)
+            os.close(write_fd)
+            raise
         if pid == 0:
             self._run_rank(epoch, rank, write_fd)
         os.close(write_fd)
