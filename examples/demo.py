@@ -15,17 +15,19 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 QUESTION = "What is the capital of France, and what is it known for?"
 NUM_TOKENS = 64
+BUSY = 0.2
 NUM_TOKENS_REFERENCE = 4  # without native kernels a token takes long
 DIFFERENCE_FOUND = 4
 
 STATS = re.compile(
     r"prefill \d+ tok (?P<prefill>[\d.]+) tok/s · decode \d+ tok (?P<decode>[\d.]+) tok/s"
-    r".* · logits_sha256 (?P<digest>[0-9a-f]{64})"
+    r".* x(?P<threads>\d+) · logits_sha256 (?P<digest>[0-9a-f]{64})"
 )
 
 
@@ -34,6 +36,7 @@ class Run:
     """What one run said about itself; speeds in tokens/s."""
 
     digest: str
+    threads: int  # of each process
     prefill: float
     decode: float
     text: str
@@ -46,6 +49,20 @@ def native_is_built() -> bool:
     except ImportError:
         return False
     return bool(available_bodies())
+
+
+def busy_share(seconds: float = 0.5) -> float:
+    """Share of the machine's cores that other programs use just now, 0..1."""
+
+    def ticks() -> tuple[int, int]:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        counts = [int(field) for field in fields]
+        return sum(counts), counts[3] + counts[4]  # all, idle and waiting for a disk
+
+    total, idle = ticks()
+    time.sleep(seconds)
+    total_after, idle_after = ticks()
+    return 1 - (idle_after - idle) / max(1, total_after - total)
 
 
 def command(*flags: str) -> list[str]:
@@ -77,6 +94,7 @@ def streamed(*flags: str) -> Run:
         sys.exit(returncode or "the run printed no closing line")
     return Run(
         digest=found["digest"],
+        threads=int(found["threads"]),
         prefill=float(found["prefill"]),
         decode=float(found["decode"]),
         text=answer.decode().strip(),
@@ -93,6 +111,7 @@ def measured(*flags: str) -> tuple[Run, str]:
     timings = result["timings"]
     run = Run(
         digest=result["logits_sha256"],
+        threads=result["layout"]["threads"],
         prefill=timings["prefill_tokens_per_s"],
         decode=timings["decode_tokens_per_s"],
         text=result["text"].strip(),
@@ -102,11 +121,15 @@ def measured(*flags: str) -> tuple[Run, str]:
 
 def main() -> int:
     print(f"> {QUESTION}\n", flush=True)
+    busy = busy_share()
     split = streamed("-tp", "2")
     unsplit, kernels = measured()
-    print(f"\n{'':18}{'prefill':>9}{'decode':>9}  tokens/s, {kernels} kernels")
-    for name, run in (("two processes", split), ("one process", unsplit)):
-        print(f"{name:18}{run.prefill:9.1f}{run.decode:9.1f}  logits_sha256 {run.digest}")
+    print(f"\n{'processes x threads':20}{'prefill':>9}{'decode':>9}  tokens/s, {kernels} kernels")
+    for num_processes, run in ((2, split), (1, unsplit)):
+        name = f"{num_processes} x {run.threads}"
+        print(f"{name:20}{run.prefill:9.1f}{run.decode:9.1f}  logits_sha256 {run.digest}")
+    if busy > BUSY:
+        print(f"\nOther programs used {busy:.0%} of this machine: do not compare the speeds.")
     if split.digest != unsplit.digest or split.text != unsplit.text:
         print("\nDIFFERENT: the split changed the result, which is a defect; please report it.")
         return DIFFERENCE_FOUND
