@@ -29,7 +29,7 @@ TIERS = {
     "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
     "answer": 3,
     "fidelity": 4, "plan": 4,
-    "worker": 5, "engine": 5,
+    "binder": 5, "worker": 5, "engine": 5,
     "serve": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 
