@@ -7,19 +7,48 @@ the ops is the program's. A step then passes row counts only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from anyshard.model import Op, Weight
+from anyshard.checkpoint.image import WeightImage
+from anyshard.comm.base import Comm
+from anyshard.config import ModelConfig
+from anyshard.kv import KvCache
+from anyshard.model import Op, Program, Weight
+from anyshard.ops import Kernels
 from anyshard.ops.exact import F32, I32
 
-if TYPE_CHECKING:
-    from anyshard.worker import Worker
-
-__all__ = ["Binder", "FaultCode"]
+__all__ = ["Binder", "FaultCode", "Workspace"]
 
 LOG2_E = 1.4426950408889634
+
+
+class Workspace(Protocol):
+    """What a rank holds for binding: its program and model, and every buffer of the token loop.
+
+    x residual, q queries, a attention output, f ffn, shard its logits; the row table beside them.
+    """
+
+    config: ModelConfig
+    program: Program
+    kernels: Kernels
+    image: WeightImage
+    comm: Comm
+    kv: KvCache
+    x_RD: F32
+    q_RN: F32
+    a_RN: F32
+    f_RF: F32
+    shard_RV: F32
+    cos: F32
+    sin: F32
+    tokens: I32
+    positions: I32
+    row_slot: I32
+    row_fault: I32
+    sample_rows: I32
+    page_table: I32
 
 
 class FaultCode:
@@ -48,11 +77,11 @@ class FaultCode:
 class Binder:
     """Turns the ops of a program into calls on fixed buffers; used once, at start."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.w = worker
-        self.module: Any = worker.kernels.module
-        self.pool: Any = worker.kernels.pool
-        self.nodes = worker.comm.exchange("nodes")
+    def __init__(self, workspace: Workspace) -> None:
+        self.w = workspace
+        self.module: Any = workspace.kernels.module
+        self.pool: Any = workspace.kernels.pool
+        self.nodes = workspace.comm.exchange("nodes")
         self.parity = self.nodes.parity
 
     def bind(self, op: Op) -> Callable[[int], None]:
