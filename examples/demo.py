@@ -27,7 +27,8 @@ DIFFERENCE_FOUND = 4
 
 STATS = re.compile(
     r"prefill \d+ tok (?P<prefill>[\d.]+) tok/s · decode \d+ tok (?P<decode>[\d.]+) tok/s"
-    r".* x(?P<threads>\d+) · logits_sha256 (?P<digest>[0-9a-f]{64})"
+    r".* x(?P<threads>\d+)\s+logits_sha256 (?P<digest>[0-9a-f]{64})",
+    re.DOTALL,
 )
 
 

@@ -409,15 +409,17 @@ class _Generate:
             for index, (answer, _) in enumerate(answers):
                 print(f"[{index + 1}] {answer.text}")
         rates = self._timings(engine)
-        digests = " ".join(answer.logits_sha256 for answer, _ in answers)
         t = engine.timings
         print(
             f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
             f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s · "
-            f"first token {rates['ttft_s']:.2f} s · {engine.layout.describe()} · "
-            f"{engine.profile.name} {engine.body} x{engine.threads} · logits_sha256 {digests}",
+            f"first token {rates['ttft_s']:.2f} s\n"
+            f"{engine.layout.describe()} · {engine.profile.name} {engine.body} "
+            f"x{engine.threads}",
             file=sys.stderr,
         )
+        for answer, _ in answers:
+            print(f"logits_sha256 {answer.logits_sha256}", file=sys.stderr)
 
     def _timings(self, engine: Engine) -> dict[str, float]:
         t = engine.timings

@@ -1,0 +1,63 @@
+"""Run the commands of README.md and put what they print below them.
+
+A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
+streams as a terminal shows them. `--check` runs them and fails where anything but a measured
+number (tok/s, seconds, MB) differs, which is how CI keeps the transcripts true.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
+MEASURED = re.compile(r"\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+")
+
+
+def outputs(block: str) -> str:
+    """The block with every command's output as it is now."""
+    lines: list[str] = []
+    for command in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=600,
+        )
+        lines += [f"$ {command}", *done.stdout.rstrip().splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def masked(text: str) -> str:
+    """Without what differs between two machines or minutes."""
+    return MEASURED.sub("#", text)
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    blocks = [match.group(1) for match in BLOCK.finditer(text)]
+    stale = 0
+    for block in blocks:
+        now = outputs(block)
+        if masked(now) != masked(block):
+            stale += 1
+            print(f"README.md says:\n{block}\nbut it is:\n{now}", file=sys.stderr)
+        text = text.replace(block, now)
+    if "--check" in sys.argv:
+        print(f"README.md: {len(blocks)} transcripts, {stale} stale")
+        return 1 if stale else 0
+    README.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
