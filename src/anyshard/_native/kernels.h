@@ -17,7 +17,8 @@ constexpr int kStripes = 8;       // interleaved sequences of blocks, merged by 
 constexpr int kMaxHeadDim = 256;  // dims of one head
 constexpr int kMaxPairs = 32;     // (row, query head) pairs of one attention unit
 constexpr int kStateHeader = 8;   // floats before o[d] in an attention state
-constexpr int kRowBlock = 128;    // rows that share one pass over a group of panels
+constexpr int kRowBlock = 256;    // rows that share one pass over a group of panels
+constexpr int kLineFloats = 16;   // floats of a cache line
 constexpr int kMaxTile = 12;      // vectors of the largest register tile
 constexpr int kMaxNodes = 1024;   // nodes of one reduce, all ranks together
 
@@ -94,9 +95,9 @@ struct Best {
 struct Kernels {
   // One row; returns false if the sum of squares is not finite.
   bool (*norm)(const Norm&, const float* x, float* out);
-  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch(depth) floats, 32-aligned.
+  // Rows x panels [panel_start, panel_stop).
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
-                 int panel_stop, const Target&, float* scratch);
+                 int panel_stop, const Target&);
   // gate = SiLU(gate) * up
   void (*silu_product)(float* gate, const float* up, int count);
   // One head: out = rope(x), times scale if it is not null. out may be x.
@@ -117,10 +118,6 @@ struct Kernels {
 
 // Panels of one register tile: four streams at one and two rows, three at more.
 inline int panel_group(int num_rows) { return num_rows <= 2 ? 4 : 3; }
-
-inline size_t linear_scratch(int depth) {
-  return static_cast<size_t>(kRowBlock) * static_cast<size_t>(depth) * kMaxTile * kLanes;
-}
 
 extern const Kernels kScalarKernels;
 #if defined(__x86_64__)

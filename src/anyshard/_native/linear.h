@@ -14,6 +14,13 @@ struct CountTo<0, Indices...> {
   using type = Sequence<Indices...>;
 };
 
+// What a tile asks memory for while it computes: that many of the two cache lines in each four k,
+// `floats` after its own weights.
+struct Ahead {
+  ptrdiff_t floats;
+  int lines;
+};
+
 template <int Rows, int Panels>
 struct Tile {
   using RowIndices = typename CountTo<Rows>::type;
@@ -53,21 +60,31 @@ struct Tile {
     ((pointers[I] += count), ...);
   }
 
-  // Runs leaves [start, stop); entries [0, top) of `stack` are open before, the result after.
-  template <int... R, int... P>
-  static ANYSHARD_INLINE int run(const LeafProgram& program, int start, int stop,
-                                 const float* x_first, ptrdiff_t x_stride, const float* w_first,
-                                 ptrdiff_t w_stride, float* stack, int top, Sequence<R...> rows,
-                                 Sequence<P...> panels) {
+  // Into L2: the lines that a group will need when its turn comes, after this one.
+  template <int Lines, int... P>
+  static ANYSHARD_INLINE void prefetch(const float* const (&w)[Panels], ptrdiff_t ahead,
+                                       Sequence<P...>) {
+    if (Lines >= 1) (__builtin_prefetch(w[P] + ahead, 0, 2), ...);
+    if (Lines >= 2) (__builtin_prefetch(w[P] + ahead + kLineFloats, 0, 2), ...);
+  }
+
+  // All leaves; the nodes that are left stand at the bottom of `stack`.
+  template <int Lines, int... R, int... P>
+  static ANYSHARD_INLINE void run(const LeafProgram& program, const float* x_first,
+                                  ptrdiff_t x_stride, const float* w_first, ptrdiff_t w_stride,
+                                  ptrdiff_t ahead, float* stack, Sequence<R...> rows,
+                                  Sequence<P...> panels) {
     constexpr AllIndices all{};
+    constexpr ptrdiff_t kEntry = kSize * kLanes;
     const float* x[Rows] = {(x_first + R * x_stride)...};
     const float* w[Panels] = {(w_first + P * w_stride)...};
-    for (int leaf = start; leaf < stop; ++leaf) {
+    for (int leaf = 0; leaf < program.num_leaves; ++leaf) {
       Vec acc[kSize];
       clear(acc, all);
       const ptrdiff_t length = program.lengths[leaf];
       ptrdiff_t k = 0;
       for (; k + 4 <= length; k += 4) {
+        prefetch<Lines>(w, ahead, panels);
         step(acc, x, w, 0, rows, panels);
         step(acc, x, w, 1, rows, panels);
         step(acc, x, w, 2, rows, panels);
@@ -81,25 +98,33 @@ struct Tile {
         advance(w, kLanes, panels);
       }
       for (int merge = program.merges[leaf]; merge > 0; --merge) {
-        --top;
-        add_left(acc, stack + top * (kSize * kLanes), all);
+        stack -= kEntry;
+        add_left(acc, stack, all);
       }
-      push(acc, stack + top * (kSize * kLanes), all);
-      ++top;
+      push(acc, stack, all);
+      stack += kEntry;
     }
-    return top;
   }
 
-  static __attribute__((noinline)) int leaves(const LeafProgram& program, int start, int stop,
-                                              const float* x, size_t x_stride, const float* w,
-                                              size_t w_stride, float* stack, int top) {
-    return run(program, start, stop, x, static_cast<ptrdiff_t>(x_stride), w,
-               static_cast<ptrdiff_t>(w_stride), stack, top, RowIndices{}, PanelIndices{});
+  static __attribute__((noinline)) void leaves(const LeafProgram& program, const float* x,
+                                               size_t x_stride, const float* w, size_t w_stride,
+                                               Ahead ahead, float* stack) {
+    const ptrdiff_t x_step = static_cast<ptrdiff_t>(x_stride);
+    const ptrdiff_t w_step = static_cast<ptrdiff_t>(w_stride);
+    constexpr RowIndices rows{};
+    constexpr PanelIndices panels{};
+    if (ahead.lines == 2) {
+      run<2>(program, x, x_step, w, w_step, ahead.floats, stack, rows, panels);
+    } else if (ahead.lines == 1) {
+      run<1>(program, x, x_step, w, w_step, ahead.floats, stack, rows, panels);
+    } else {
+      run<0>(program, x, x_step, w, w_step, 0, stack, rows, panels);
+    }
   }
 };
 
-using LeavesFunction = int (*)(const LeafProgram&, int, int, const float*, size_t, const float*,
-                               size_t, float*, int);
+using LeavesFunction = void (*)(const LeafProgram&, const float*, size_t, const float*, size_t,
+                                Ahead, float*);
 
 // [rows - 1][panels - 1]; three and four rows take at most three panels (16 registers).
 constexpr LeavesFunction kLeaves[4][4] = {
@@ -141,53 +166,48 @@ inline int rows_before(int tile, int num_tiles, int num_rows) {
   return static_cast<int>(static_cast<int64_t>(tile) * num_rows / num_tiles);
 }
 
-// Leaves of one pass over a row block: their weights for three panels fit the L1 cache.
-constexpr int kLeavesPerPass = 3;
+// Panels up to this many leaves long are short streams: the hardware has hardly learnt one when
+// it ends.
+constexpr int kShortStream = 12;
 
-// All rows of a block against one group of panels, a few leaves at a time, so that the weights of
-// a pass are read once from L2 and the open nodes of every row tile wait in `scratch`.
+// Which part of the next group's weights (`next_group` floats on) a tile asks for. Several tiles:
+// the first two, one line each, so that memory works while the rest compute from L2 (8 rows: 46 ->
+// 88 GFLOP/s). A single tile is bound by memory: asking helps where streams are short (1 row,
+// K = 576: +8..14 %) or rows share the wait (4 rows: +2..26 %), and costs 5 % elsewhere.
+inline Ahead ahead_of(int tile, int num_tiles, int tile_rows, int num_leaves, size_t next_group) {
+  const ptrdiff_t floats = static_cast<ptrdiff_t>(next_group);
+  if (num_tiles > 1) return {floats + tile * kLineFloats, tile < 2 ? 1 : 0};
+  return {floats, tile_rows > 2 || num_leaves <= kShortStream ? 2 : 0};
+}
+
+// A block of rows against one group of panels, four rows at a time.
 inline void linear_block(const Linear& linear, const float* x, size_t x_stride, int row_start,
-                         int num_rows, int panel, int num_panels, const Target& target,
-                         float* scratch) {
-  const LeafProgram& program = linear.program;
+                         int num_rows, int panel, int num_panels, bool more_panels,
+                         const Target& target) {
+  alignas(32) float stack[static_cast<size_t>(kMaxDepth) * kMaxTile * kLanes];
   const int num_tiles = (num_rows + 3) / 4;
-  const size_t entry_floats = static_cast<size_t>(kMaxTile) * kLanes;
-  const size_t tile_floats = entry_floats * static_cast<size_t>(program.depth);
   const float* panels = linear.panels + static_cast<size_t>(panel) * linear.panel_stride;
-  const int leaves_per_pass = num_tiles == 1 ? program.num_leaves : kLeavesPerPass;
-  int top = 0;
-  int k = 0;
-  for (int leaf = 0; leaf < program.num_leaves; leaf += leaves_per_pass) {
-    const int rest = program.num_leaves - leaf;
-    const int stop = leaf + (rest < leaves_per_pass ? rest : leaves_per_pass);
-    int top_after = top;
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      const int row = rows_before(tile, num_tiles, num_rows);
-      const int tile_rows = rows_before(tile + 1, num_tiles, num_rows) - row;
-      const float* x_tile = x + static_cast<size_t>(row_start + row) * x_stride + k;
-      top_after = kLeaves[tile_rows - 1][num_panels - 1](
-          program, leaf, stop, x_tile, x_stride, panels + static_cast<size_t>(k) * kLanes,
-          linear.panel_stride, scratch + static_cast<size_t>(tile) * tile_floats, top);
-    }
-    for (int i = leaf; i < stop; ++i) k += program.lengths[i];
-    top = top_after;
-  }
+  const size_t next_group = static_cast<size_t>(num_panels) * linear.panel_stride;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int row = rows_before(tile, num_tiles, num_rows);
     const int tile_rows = rows_before(tile + 1, num_tiles, num_rows) - row;
-    emit(linear, target, scratch + static_cast<size_t>(tile) * tile_floats, row_start + row,
-         tile_rows, panel, num_panels);
+    Ahead ahead = ahead_of(tile, num_tiles, tile_rows, linear.program.num_leaves, next_group);
+    if (!more_panels) ahead.lines = 0;
+    kLeaves[tile_rows - 1][num_panels - 1](linear.program,
+                                           x + static_cast<size_t>(row_start + row) * x_stride,
+                                           x_stride, panels, linear.panel_stride, ahead, stack);
+    emit(linear, target, stack, row_start + row, tile_rows, panel, num_panels);
   }
 }
 
 inline void linear(const Linear& args, const float* x, size_t x_stride, int num_rows,
-                   int panel_start, int panel_stop, const Target& target, float* scratch) {
+                   int panel_start, int panel_stop, const Target& target) {
   const int group = panel_group(num_rows);
   for (int row = 0; row < num_rows; row += kRowBlock) {
     const int rows = num_rows - row < kRowBlock ? num_rows - row : kRowBlock;
     for (int panel = panel_start; panel < panel_stop; panel += group) {
       const int panels = panel_stop - panel < group ? panel_stop - panel : group;
-      linear_block(args, x, x_stride, row, rows, panel, panels, target, scratch);
+      linear_block(args, x, x_stride, row, rows, panel, panels, panel + group < panel_stop, target);
     }
   }
 }

@@ -79,7 +79,6 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
   const size_t kv_floats = product(q_out_.size(0), k_.num_outputs());
   k_rows_ = Workspace(kv_floats);
   v_rows_ = Workspace(kv_floats);
-  scratch_ = per_thread(pool, linear_scratch(leaves_.depth()));
 }
 
 void Qkv::run(int rows) {
@@ -92,10 +91,9 @@ void Qkv::run(int rows) {
   for (Shares& shares : shares_) shares.reset();
   pool_.run([&](const Thread& thread) {
     const float* h = norm_.run(thread, rows, nullptr);
-    float* scratch = scratch_[static_cast<size_t>(thread.index)].get();
-    q_.run(thread, shares_[0], h, width, rows, q_out_.writable_floats(), 0, q_stride, scratch);
-    k_.run(thread, shares_[1], h, width, rows, k_rows_.get(), 0, kv_stride, scratch);
-    v_.run(thread, shares_[2], h, width, rows, v_rows_.get(), 0, kv_stride, scratch);
+    q_.run(thread, shares_[0], h, width, rows, q_out_.writable_floats(), 0, q_stride);
+    k_.run(thread, shares_[1], h, width, rows, k_rows_.get(), 0, kv_stride);
+    v_.run(thread, shares_[2], h, width, rows, v_rows_.get(), 0, kv_stride);
     thread.barrier();
     place_heads(thread, rows);
   });
@@ -143,8 +141,7 @@ RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outp
       a_(a, "a", Element::kFloat, {kAny, kAny}),
       leaves_(leaf_lengths, merges, a_.size(1), false),
       linear_(panels, Py_None, "", a_.size(1), num_outputs, leaves_),
-      out_(out, "out", Element::kFloat, {kAny}, true),
-      scratch_(per_thread(pool, linear_scratch(leaves_.depth()))) {
+      out_(out, "out", Element::kFloat, {kAny}, true) {
   const int64_t needed = leaves_.num_nodes() * a_.size(0) * num_outputs;
   require(out_.size(0) >= needed, "out holds " + std::to_string(out_.size(0)) + " floats; " +
                                       std::to_string(needed) + " are needed");
@@ -157,8 +154,7 @@ void RowLinear::run(int rows) {
   shares_.reset();
   pool_.run([&](const Thread& thread) {
     linear_.run(thread, shares_, a_.floats(), static_cast<size_t>(a_.size(1)), rows,
-                out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride,
-                scratch_[static_cast<size_t>(thread.index)].get());
+                out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride);
   });
 }
 
@@ -233,7 +229,6 @@ GateUp::GateUp(Pool& pool, const Arguments& a)
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
       up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_),
-      scratch_(per_thread(pool, linear_scratch(leaves_.depth()))),
       up_rows_(per_thread(pool, product(out_.size(0), kGateUpChunk * kLanes))) {
   require(out_.size(0) == norm_.num_rows(), "out and x have different numbers of rows");
 }
@@ -250,7 +245,6 @@ void GateUp::run_linears(const Thread& thread, const float* normed, int rows) {
   const size_t width = static_cast<size_t>(norm_.width());
   const size_t out_stride = static_cast<size_t>(gate_.num_outputs());
   constexpr size_t kUpStride = static_cast<size_t>(kGateUpChunk) * kLanes;
-  float* scratch = scratch_[static_cast<size_t>(thread.index)].get();
   float* up_rows = up_rows_[static_cast<size_t>(thread.index)].get();
   const int step = std::min(kGateUpChunk, gate_.chunk(rows, thread.count));
   const int size = gate_.num_panels();
@@ -258,9 +252,9 @@ void GateUp::run_linears(const Thread& thread, const float* normed, int rows) {
     const int stop = std::min(size, start + step);
     const int first = start * kLanes;
     const Target gate_target{out_.writable_floats(), 0, out_stride, 0, gate_.bias()};
-    kernels.linear(gate_.linear(), normed, width, rows, start, stop, gate_target, scratch);
+    kernels.linear(gate_.linear(), normed, width, rows, start, stop, gate_target);
     const Target up_target{up_rows, 0, kUpStride, first, up_.bias()};
-    kernels.linear(up_.linear(), normed, width, rows, start, stop, up_target, scratch);
+    kernels.linear(up_.linear(), normed, width, rows, start, stop, up_target);
     const int count = std::min(gate_.num_outputs(), stop * kLanes) - first;
     for (int row = 0; row < rows; ++row) {
       float* gate = out_.writable_floats() + product(row, gate_.num_outputs()) + first;
@@ -275,8 +269,7 @@ Head::Head(Pool& pool, const Arguments& a)
       out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
       norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
-      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_),
-      scratch_(per_thread(pool, linear_scratch(leaves_.depth()))) {}
+      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_) {}
 
 void Head::run(int num_sampled) {
   check_rows(num_sampled, static_cast<int>(std::min(out_.size(0), sample_rows_.size(0))));
@@ -292,8 +285,7 @@ void Head::run(int num_sampled) {
   pool_.run([&](const Thread& thread) {
     const float* h = norm_.run(thread, num_sampled, sample_rows_.ints());
     linear_.run(thread, shares_, h, static_cast<size_t>(norm_.width()), num_sampled,
-                out_.writable_floats(), 0, static_cast<size_t>(linear_.num_outputs()),
-                scratch_[static_cast<size_t>(thread.index)].get());
+                out_.writable_floats(), 0, static_cast<size_t>(linear_.num_outputs()));
   });
 }
 

@@ -63,7 +63,6 @@ class Qkv {
   float q_scale_;
   Workspace k_rows_;
   Workspace v_rows_;
-  std::vector<Workspace> scratch_;
   Shares shares_[3];
 };
 
@@ -126,7 +125,6 @@ class RowLinear {
   Leaves leaves_;
   BoundLinear linear_;
   Array out_;
-  std::vector<Workspace> scratch_;
   Shares shares_;
 };
 
@@ -173,7 +171,6 @@ class GateUp {
   Leaves leaves_;
   BoundLinear gate_;
   BoundLinear up_;
-  std::vector<Workspace> scratch_;
   std::vector<Workspace> up_rows_;
   Shares shares_;
 };
@@ -199,7 +196,6 @@ class Head {
   BoundNorm norm_;
   Leaves leaves_;
   BoundLinear linear_;
-  std::vector<Workspace> scratch_;
   Shares shares_;
 };
 

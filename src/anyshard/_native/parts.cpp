@@ -82,14 +82,13 @@ int BoundLinear::chunk(int num_rows, int num_threads) const {
 }
 
 void BoundLinear::run(const Thread& thread, Shares& shares, const float* x, size_t x_stride,
-                      int num_rows, float* out, size_t node_stride, size_t row_stride,
-                      float* scratch) const {
+                      int num_rows, float* out, size_t node_stride, size_t row_stride) const {
   const Target target{out, node_stride, row_stride, 0, bias()};
   const int step = chunk(num_rows, thread.count);
   const int size = num_panels();
   for (int start = shares.take(step); start < size; start = shares.take(step)) {
     thread.pool.kernels().linear(linear_, x, x_stride, num_rows, start,
-                                 std::min(size, start + step), target, scratch);
+                                 std::min(size, start + step), target);
   }
 }
 

@@ -71,7 +71,7 @@ class BoundLinear {
   int chunk(int num_rows, int num_threads) const;
   // This thread's panels of out[node][row][n]; `shares` was reset before the task.
   void run(const Thread& thread, Shares& shares, const float* x, size_t x_stride, int num_rows,
-           float* out, size_t node_stride, size_t row_stride, float* scratch) const;
+           float* out, size_t node_stride, size_t row_stride) const;
 
  private:
   Panels panels_;
