@@ -1,0 +1,63 @@
+"""anyshard as an arm of the benchmark: the engine of the command line, kept warm.
+
+    python arm_anyshard.py TP THREADS      ranks are forked processes, as in production
+
+Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens", "first_s",
+"rest_s"}: greedy, batch of one, logits handed to the front as `anyshard generate` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # before NumPy: we fork
+
+from anyshard.checkpoint import open_checkpoint
+from anyshard.engine import Engine, EngineOptions, f32_profile, loader
+from anyshard.launcher import fork_launcher
+from anyshard.layout import plan
+from anyshard.request import Request
+from anyshard.worker import rank_main
+
+CONTEXT = 512
+
+
+def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    """Seconds to the first token, and for the others together."""
+    start = time.perf_counter()
+    engine.submit(Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=True))
+    tokens: list[int | None] = []
+    first_s = 0.0
+    for event in engine.run():
+        if not tokens:
+            first_s = time.perf_counter() - start
+        tokens.append(event.token)
+    rest_s = time.perf_counter() - start - first_s
+    return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s}
+
+
+def main() -> None:
+    tp, threads = int(sys.argv[1]), int(sys.argv[2])
+    group = fork_launcher(loader(None, threads=os.cpu_count() or 1), rank_main)
+    try:
+        config, profile = open_checkpoint(None).config, f32_profile()
+        layout = plan(config, tp=tp, leaf=profile.leaf)
+        group.wait_loaded()
+        options = EngineOptions(threads=threads, max_num_seqs=1, max_model_len=CONTEXT)
+        engine = Engine(group, config, profile, layout, options)
+        print(json.dumps({"ready": {"body": engine.body}}), flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            answer = run(engine, asked["prompt"], asked["num_tokens"])
+            print(json.dumps(answer), flush=True)
+        engine.close()
+    finally:
+        group.close()
+
+
+if __name__ == "__main__":
+    main()
