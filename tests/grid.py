@@ -51,6 +51,7 @@ PROMPT_TOKENS = 307  # a chunk of 300 leaves 7 rows, blocks of 32 leave 19
 NUM_TOKENS = 32
 NUM_NEIGHBOURS = 16
 WHOLE = 512  # a chunk that holds any prompt here
+GREEDY = Sampling()
 SEEDED = Sampling(temperature=0.8, seed=20_240_229)
 
 TEXT = """
@@ -106,7 +107,7 @@ class Cell:
     comm: Literal["threads", "shm", "torch"] = "threads"
     shuffled: bool = False
     poison: bool = False
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     prompt_tokens: int = PROMPT_TOKENS
     num_tokens: int = NUM_TOKENS
 
@@ -289,7 +290,7 @@ def shuffled_pages(count: int) -> tuple[int, ...]:
 
 @dataclass
 class _Collected:
-    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     tokens: list[int] = field(default_factory=list)
     logits: list[F32] = field(default_factory=list)
     fault: str | None = None
@@ -449,9 +450,15 @@ def witness(model: Model, cell: Cell, *, num_tokens: int | None = None) -> float
 
 
 def planted_is_caught(model: Model, cell: Cell) -> bool:
-    """Whether the planted bug of a cell that only places work changes the digest."""
-    bugged = run_cell(model, cell, rank_body=planted.rank_body(PLANTED[cell.axis]))
-    return bugged.digest != baseline(model, cell).digest
+    """Whether the planted bug of a cell that only places work changes the digest.
+
+    A request of a few tokens over three blocks is enough for that.
+    """
+    short = replace(
+        cell, prompt_tokens=min(70, cell.prompt_tokens), num_tokens=min(3, cell.num_tokens)
+    )
+    bugged = run_cell(model, short, rank_body=planted.rank_body(PLANTED[cell.axis]))
+    return bugged.digest != baseline(model, short).digest
 
 
 # --- the cells ----------------------------------------------------------------------------------

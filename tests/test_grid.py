@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from driver import Driver
 from grid import (
+    GREEDY,
     NAIVE,
     SEEDED,
     Cell,
@@ -64,9 +65,7 @@ def grid(cells: dict[str, Iterable[Cell]]) -> list[object]:
             marks = [pytest.mark.ranks] if cell.comm != "threads" else []
             if cell.comm == "torch":
                 marks.append(pytest.mark.torch)
-            if cell.comm == "torch" or (
-                name not in ADVERSARIAL and (name, cell.name) not in FAST
-            ):
+            if cell.comm == "torch" or (name not in ADVERSARIAL and (name, cell.name) not in FAST):
                 marks += [pytest.mark.slow, pytest.mark.timeout(1200)]
             rows.append(pytest.param(name, cell, marks=marks, id=f"{name}-{cell.name}"))
     return rows
@@ -141,7 +140,7 @@ SEEDED_CELLS = {
 def test_a_seeded_cell_draws_what_the_unsplit_run_draws(name: str, cell: Cell) -> None:
     model = the_model(name)
     whole, outcome = baseline(model, cell), run_cell(model, cell)
-    greedy = baseline(model, replace(cell, sampling=Cell(axis="base").sampling))
+    greedy = baseline(model, replace(cell, sampling=GREEDY))
     assert outcome.tokens == whole.tokens
     assert outcome.digest == whole.digest
     assert outcome.tokens != greedy.tokens, "the noise decided nothing"
@@ -183,9 +182,7 @@ def test_equal_logits_on_two_ranks_go_to_the_lowest_id(want_logits: bool) -> Non
 @pytest.mark.parametrize("name", [*ADVERSARIAL[:1], pytest.param("demo", marks=pytest.mark.slow)])
 def test_every_request_of_a_batch_has_the_bits_it_has_alone(name: str) -> None:
     model = the_model(name)
-    first, last = (
-        run_cell(model, Cell(axis="batch", place=place)) for place in ("first", "last")
-    )
+    first, last = (run_cell(model, Cell(axis="batch", place=place)) for place in ("first", "last"))
     assert first.digest == last.digest == baseline(model).digest
     assert first.others == last.others and len(first.others) == 16
     for index, prompt in enumerate(neighbours(model)[: 2 if model.is_demo else None]):

@@ -1,0 +1,346 @@
+"""Golden vectors: what every op of docs/numerics.md gives, bit for bit, on inputs made of integers.
+
+    python tests/golden/make.py            compare with the files beside this one
+    python tests/golden/make.py --write    write them again, from the reference bodies
+
+A change of a file is a change of the profile, and a release note. Inputs come from an integer
+hash, so no generator of random numbers has to stay the same; outputs are hex floats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.layout import Tree
+from anyshard.ops import exact
+from anyshard.ops import reference as reference_ops
+from anyshard.ops.rope import rope_table
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+Vectors = dict[str, list[str] | list[int]]
+
+HERE = Path(__file__).resolve().parent
+EPS = 1e-5
+HEAD_DIM = 16
+POSITIONS = (0, 31, 32, 300)
+
+
+def hashed(stream: int, *shape: int, binades: int = 3) -> F32:
+    """Floats of 24 significant bits, signs mixed, exponents over 2 * binades; exact by design."""
+    count = int(np.prod(shape))
+    x = np.arange(count, dtype=np.uint64) + np.uint64(stream * 1_000_003 + 1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    mantissa = (x & np.uint64(0xFFFFFF)).astype(np.float64) + 2.0**23
+    exponent = ((x >> np.uint64(24)) % np.uint64(2 * binades + 1)).astype(np.int64) - binades
+    sign = np.where((x >> np.uint64(60)) & np.uint64(1), -1.0, 1.0)
+    return (sign * np.ldexp(mantissa, exponent - 24)).astype(np.float32).reshape(shape)
+
+
+def packed(weight_NK: F32) -> F32:
+    """[N, K] as panels [ceil(N/8), K, 8]; lanes past N hold NaN, which no result may show."""
+    n, k = weight_NK.shape
+    rows = np.full((-(-n // 8) * 8, k), np.nan, np.float32)
+    rows[:n] = weight_NK
+    return np.ascontiguousarray(rows.reshape(-1, 8, k).transpose(0, 2, 1))
+
+
+def leaves(k: int, span: tuple[int, int] | None = None) -> tuple[I32, I32, int, int]:
+    """leaf_lengths, merges, first k, last k of a span of the tree over k, leaves of 64."""
+    lengths = tuple(min(64, k - start) for start in range(0, k, 64))
+    return tree_span(Tree(lengths, (len(lengths),)), span or (0, len(lengths)))
+
+
+def tree_span(tree: Tree, span: tuple[int, int]) -> tuple[I32, I32, int, int]:
+    """The same of any tree."""
+    start = sum(tree.leaf_lengths[: span[0]])
+    lengths = tree.leaf_lengths[slice(*span)]
+    return (
+        np.array(lengths, np.int32),
+        np.array(tree.merges(span), np.int32),
+        start,
+        start + sum(lengths),
+    )
+
+
+def zeros(*shape: int) -> F32:
+    """Float32 zeros."""
+    return np.zeros(shape, np.float32)
+
+
+def faults(rows: int) -> I32:
+    """No row is marked."""
+    return np.zeros(rows, np.int32)
+
+
+def linear(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """A short last leaf and partial panel; covers of several nodes; leaves inside heads."""
+    found: dict[str, F32 | I32] = {}
+    heads = Tree((64, 16) * 5, (2,) * 5)  # head_dim 80
+    cases = {
+        "whole k=150 n=11": (150, 11, leaves(150)),
+        "span 1..6 of 9 leaves": (560, 5, leaves(560, (1, 6))),
+        "heads 1..4 of 5, d=80": (400, 8, tree_span(heads, (2, 8))),
+    }
+    for stream, (name, (k, n, (lengths, merges, low, high))) in enumerate(cases.items()):
+        rows = 3
+        a = np.ascontiguousarray(hashed(10 + stream, rows, k)[:, low:high])
+        panels = packed(hashed(20 + stream, n, k))[:, low:high]
+        num_nodes = len(lengths) - int(merges.sum())
+        out = zeros(num_nodes * rows * n)
+        module.RowLinear(pool, a, panels, n, lengths, merges, out).run(rows)
+        found[name] = out
+    return found
+
+
+def rms_norm(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Through a head whose matrix is the identity; a width that 32 does not divide."""
+    found: dict[str, F32 | I32] = {}
+    for width in (40, 72):
+        x, out, marked = hashed(30, 3, width), zeros(2, width), faults(3)
+        eye = packed(np.eye(width, dtype=np.float32))
+        rows = np.array([2, 0], np.int32)
+        lengths, merges, _, _ = leaves(width)
+        module.Head(
+            pool, x, rows, hashed(31, width), EPS, eye, width, None, lengths, merges, out, marked, 9
+        ).run(2)
+        assert not marked.any()
+        found[f"d={width}"] = out
+    return found
+
+
+def qkv(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Norm, three linears with bias, RoPE by absolute position, pages written."""
+    hidden, heads, kv_heads, d, rows = 72, 3, 2, HEAD_DIM, len(POSITIONS)
+    cos, sin = rope_table(301, d, 10_000.0)
+    table = np.arange(10, dtype=np.int32)[::-1].reshape(1, 10).copy()
+    k_cache, v_cache = zeros(10, kv_heads, d, 32), zeros(10, kv_heads, 32, d)
+    q_out = zeros(rows, heads * d)
+    lengths, merges, _, _ = leaves(hidden)
+    positions = np.array(POSITIONS, np.int32)
+    module.Qkv(
+        pool, hashed(40, rows, hidden), hashed(41, hidden), EPS,
+        packed(hashed(42, heads * d, hidden)),
+        packed(hashed(43, kv_heads * d, hidden)),
+        packed(hashed(44, kv_heads * d, hidden)),
+        hashed(45, heads * d), hashed(46, kv_heads * d), hashed(47, kv_heads * d),
+        None, None, lengths, merges, d, 0.375, cos, sin, positions, q_out, k_cache, v_cache,
+        table, np.zeros(rows, np.int32), faults(rows), 1,
+    ).run(rows)  # fmt: skip
+    pages, lanes = table[0, positions // 32], positions % 32
+    return {
+        "q": q_out,
+        "k": np.stack([k_cache[p, :, :, j] for p, j in zip(pages, lanes, strict=True)]),
+        "v": np.stack([v_cache[p, :, j] for p, j in zip(pages, lanes, strict=True)]),
+    }
+
+
+def attention(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Rows at positions 0, 31, 32 and 300: one block, all stripes, a second round of a stripe."""
+    found: dict[str, F32 | I32] = {}
+    for d, stream in ((16, 50), (80, 60)):
+        rows, heads, kv_heads = len(POSITIONS), 3, 2
+        table = (np.arange(10, dtype=np.int32) * 7 % 10).reshape(1, 10)
+        k_cache = hashed(stream, 10, kv_heads, d, 32)
+        v_cache = hashed(stream + 1, 10, kv_heads, 32, d)
+        last = int(table[0, POSITIONS[-1] // 32])
+        k_cache[last, :, :, POSITIONS[-1] % 32 + 1 :] = np.nan  # past the end of the sequence
+        v_cache[last, :, POSITIONS[-1] % 32 + 1 :] = np.nan
+        out, marked = zeros(rows, heads * d), faults(rows)
+        module.Attention(
+            pool, hashed(stream + 2, rows, heads * d, binades=1), k_cache, v_cache, table,
+            np.zeros(rows, np.int32), np.array(POSITIONS, np.int32), d,
+            np.array([0, 1, 1], np.int32), out, marked, 1,
+        ).run(rows)  # fmt: skip
+        assert not marked.any()
+        found[f"d={d}"] = out if d == 16 else out[:, ::5].copy()
+    return found
+
+
+def exp2_in_attention(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Scores that are given, values that are the identity: out[d] = exp2(s_d - M) / sum."""
+    found: dict[str, F32 | I32] = {}
+    scores = hashed(70, 6, 8, binades=6)
+    scores[0] = [0, -1, -125.5, -126, -126.5, -127, -150, -201]
+    scores[1] = [-0.5, 0.5, 1.5, -1.5, 2.5, 0.49999997, -0.49999997, 0.50000006]
+    for index, row in enumerate(scores):
+        k_cache, v_cache = zeros(1, 1, 8, 32), zeros(1, 1, 32, 8)
+        k_cache[0, 0, 0, :8], v_cache[0, 0, :8] = row, np.eye(8)
+        q = zeros(1, 8)
+        q[0, 0] = 1
+        out, zero = zeros(1, 8), np.zeros((1, 1), np.int32)
+        module.Attention(
+            pool, q, k_cache, v_cache, zero, zero[0], np.array([7], np.int32), 8, zero[0], out,
+            faults(1), 1,
+        ).run(1)  # fmt: skip
+        found[f"row {index}"] = out
+    return found
+
+
+def reduce(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Nodes of three ranks, one of them idle; bias once; then the residual."""
+    found: dict[str, F32 | I32] = {}
+    rows, width = 2, 11
+    tree = Tree((1,) * 9, (9,))
+    for name, spans in {
+        "nodes 3 0 2": ((0, 7), (7, 7), (7, 9)),
+        "nodes 1 1 1": ((0, 5), (5, 7), (7, 9)),
+    }.items():
+        nodes = [len(tree.cover(span)) for span in spans]
+        sources = [hashed(80 + i, max(1, count) * rows * width) for i, count in enumerate(nodes)]
+        for bias in (None, hashed(84, width)):
+            x = hashed(85, rows, width)
+            merges = np.array(tree.node_merges(spans), np.int32)
+            module.Reduce(pool, sources, nodes, merges, bias, x, width).run(rows)
+            found[name if bias is None else f"{name} bias"] = x
+    return found
+
+
+def gate_up(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """The whole op; and SiLU alone, of biases under zero weights."""
+    rows, hidden, width = 2, 72, 13
+    lengths, merges, _, _ = leaves(hidden)
+    out, marked = zeros(rows, width), faults(rows)
+    module.GateUp(
+        pool, hashed(90, rows, hidden), hashed(91, hidden), EPS,
+        packed(hashed(92, width, hidden)), packed(hashed(93, width, hidden)), width,
+        hashed(94, width), hashed(95, width), lengths, merges, out, marked, 1,
+    ).run(rows)  # fmt: skip
+    inputs = silu_inputs()
+    alone, nothing = zeros(1, len(inputs)), packed(zeros(len(inputs), hidden))
+    module.GateUp(
+        pool, hashed(90, 1, hidden), hashed(91, hidden), EPS, nothing, nothing, len(inputs),
+        inputs, np.ones_like(inputs), lengths, merges, alone, faults(1), 1,
+    ).run(1)  # fmt: skip
+    return {"gate_up": out, "silu": alone}
+
+
+def silu_inputs() -> F32:
+    """Both sides of zero, the ends where e^-|x| leaves float32, and what lies between."""
+    ends = np.array([0.0, 1, -1, 88, -88, 100, -100, 130, -130, -131, 1e30, -1e30], np.float32)
+    return np.concatenate([ends, hashed(96, 24, binades=6)])
+
+
+def embed(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Rows of a table, copied; ids at both ends of a panel."""
+    out, tokens = zeros(3, 5), np.array([10, 0, 7], np.int32)
+    module.Embed(pool, packed(hashed(100, 11, 5)), 11, tokens, out).run(3)
+    return {"out": out}
+
+
+def head(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Sampled rows only, a vocabulary share that ends inside a panel."""
+    hidden, vocab = 72, 11
+    lengths, merges, _, _ = leaves(hidden)
+    out = zeros(2, vocab)
+    module.Head(
+        pool, hashed(110, 4, hidden), np.array([3, 1], np.int32), hashed(111, hidden), EPS,
+        packed(hashed(112, vocab, hidden)), vocab, None, lengths, merges, out, faults(4), 9,
+    ).run(2)  # fmt: skip
+    return {"out": out}
+
+
+def sampling(module: Any, pool: Any, **body: str) -> dict[str, F32 | I32]:
+    """Argmax with a tie; Gumbel draws over seeds, positions, choices and streams."""
+    logits = hashed(120, 203)
+    top = logits.copy()
+    top[[17, 90, 202]] = 999
+    draws = [
+        module.gumbel_argmax(logits, temperature, seed, position, choice, stream, None, **body)
+        for temperature in (0.125, 8.0)
+        for seed in (0, 5, (1 << 64) - 1)
+        for position in (1, 300)
+        for choice, stream in ((0, 0), (3, 1))
+    ]
+    mask = (np.arange(203) % 3 == 1).astype(np.uint8)
+    draws += [
+        module.gumbel_argmax(logits, 8.0, 7, position, 0, 0, mask, **body) for position in range(9)
+    ]
+    best = [module.argmax(row, **body)[0] for row in (logits, top)]
+    return {"argmax": np.array(best, np.int32), "gumbel": np.array(draws, np.int32)}
+
+
+def primitives() -> dict[str, F32 | I32]:
+    """The elementary functions of `ops.exact`, and the RoPE table; no body but the reference."""
+    negative = -np.abs(hashed(130, 40, binades=7))
+    negative[:8] = [0, -0.5, -1.5, -125.5, -126, -126.5, -200, -201]
+    positive = np.abs(hashed(131, 40, binades=12))
+    positive[:4] = [1, np.float32(0.5) * 2**-23, 0.70710677, 0.70710683]
+    cos, sin = rope_table(8192, 64, 100_000.0)
+    wide = np.array([0, 1, 5, 31, 300, 8191])
+    a, b, c = hashed(132, 40, binades=9), hashed(133, 40, binades=9), hashed(134, 40, binades=18)
+    return {
+        "fma32": exact.fma32(a, b, c),
+        "exp2": exact.exp2(negative),
+        "exp": exact.exp(negative),
+        "log": exact.log(positive),
+        "silu": exact.silu(silu_inputs()),
+        "pow2": exact.pow2(np.array([0, -1, -126, -127, -(1 << 30)], np.int32)),
+        "halving_tree": exact.halving_tree(hashed(135, 3, 32)),
+        "rope cos": cos[wide][:, ::5].copy(),
+        "rope sin": sin[wide][:, ::5].copy(),
+        "philox": reference_ops.philox_words(10, 0xDEADBEEF_01234567, 300, 2, 1).view(np.int32),
+    }
+
+
+OPS: Mapping[str, Callable[..., dict[str, F32 | I32]]] = {
+    "attention": attention,
+    "embed": embed,
+    "exp2_in_attention": exp2_in_attention,
+    "gate_up": gate_up,
+    "head": head,
+    "linear": linear,
+    "qkv": qkv,
+    "reduce": reduce,
+    "rms_norm": rms_norm,
+    "sampling": sampling,
+}
+
+
+def texts(found: Mapping[str, F32 | I32]) -> Vectors:
+    """Hex floats, or integers, in flat order."""
+    return {
+        name: [float(value).hex() for value in values.reshape(-1)]
+        if values.dtype == np.float32
+        else [int(value) for value in values.reshape(-1)]
+        for name, values in found.items()
+    }
+
+
+def stored(name: str) -> Vectors:
+    """The golden vectors of an op."""
+    loaded: Vectors = json.loads((HERE / f"{name}.json").read_text("utf-8"))
+    return loaded
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the files again")
+    write = parser.parse_args().write
+    pool, differing = reference_ops.Pool(), []
+    for name in ("primitives", *OPS):
+        found = primitives() if name == "primitives" else OPS[name](reference_ops, pool)
+        made = texts(found)
+        path = HERE / f"{name}.json"
+        if write:
+            lines = [f" {json.dumps(key)}: {json.dumps(row)}" for key, row in made.items()]
+            path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+        elif made != stored(name):
+            differing.append(name)
+    if differing:
+        print(f"differ from the files: {', '.join(differing)}")  # noqa: T201
+    return 4 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What ranks count while they run is what the ledger adds up from the program."""
+
+from __future__ import annotations
+
+import pytest
+from grid import Cell, run_cell, the_model
+
+from anyshard.engine import f32_profile
+from anyshard.layout import plan
+from anyshard.ledger import StepShape, step_flop, step_weight_bytes, wire_cost
+from anyshard.model import program
+
+CELLS = [
+    Cell(axis="base"),
+    Cell(axis="tp", tp=2),
+    Cell(axis="tp", tp=5),
+    Cell(axis="tp", tp=9),
+    Cell(axis="tp", heads=(0, 7, 2)),
+    Cell(axis="pp", pp=3),
+    Cell(axis="mixed", tp=3, pp=2),
+    Cell(axis="chunk", tp=2, pp=2, chunk=7),
+    Cell(axis="batch", tp=2, place="middle", chunk=30),
+    Cell(axis="batch", tp=4, pp=3, place="last"),
+    pytest.param(Cell(axis="comm", tp=2, pp=2, comm="shm"), marks=pytest.mark.ranks),
+    pytest.param(
+        Cell(axis="comm", tp=2, pp=2, comm="torch"),
+        marks=[pytest.mark.ranks, pytest.mark.torch, pytest.mark.slow],
+    ),
+]
+
+
+@pytest.mark.parametrize("want_logits", [True, False], ids=["logits", "pairs"])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_counted_wire_bytes_equal_the_ledger(cell: Cell, want_logits: bool) -> None:
+    if cell.comm == "torch":
+        pytest.importorskip("torch")
+    outcome = run_cell(the_model("adversarial-9-3"), cell, want_logits=want_logits)
+    for view, cost in zip(outcome.statuses, outcome.costs, strict=True):
+        assert view.wire_bytes == {
+            "reduce": cost.reduce_bytes,
+            "hop": cost.hop_bytes,
+            "logits": cost.logits_bytes,
+            "pairs": cost.pairs_bytes,
+        }
+        assert view.wire_messages == {
+            "reduce": cost.reduce_messages,
+            "hop": cost.hop_messages,
+            "logits": cost.logits_messages,
+            "pairs": cost.pairs_messages,
+        }
+    sent = sum(cost.bytes + cost.logits_bytes for cost in outcome.costs)
+    assert (sent > 0) == (len(outcome.costs) > 1)
+
+
+def test_a_decode_step_of_the_demo_model_costs_what_arithmetic_on_paper_says() -> None:
+    """SmolLM2-135M on two ranks: 30 layers, two exchanges of one node of 576 floats each way."""
+    config = the_model("demo").served.config
+    layout = plan(config, tp=2, leaf=64)
+    step = StepShape(rows=1, sampled=1, gather_logits=False)
+    programs = [program(config, f32_profile(), layout, rank) for rank in range(2)]
+    costs = [wire_cost(each, [step]) for each in programs]
+    for each, cost in zip(programs, costs, strict=True):
+        nodes = [max(op.sum.nodes_per_rank) for op in each.ops if op.receivers and op.layer >= 0]
+        assert cost.reduce_bytes == sum(nodes) * 576 * 4
+        assert cost.reduce_messages == 60
+    assert [cost.pairs_bytes for cost in costs] == [0, 8]
+    whole = program(config, f32_profile(), plan(config, leaf=64), 0)
+    matrices = 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576) + 49152 * 576
+    assert step_weight_bytes(whole) == 4 * (matrices + 61 * 576)
+    attention = 4 * 9 * 64 * 30
+    adds = 30 * 2 * (576)  # residuals; the sums of one rank have no node to add
+    assert step_flop(whole, rows=1, sampled=1, keys=100) == 2 * matrices + 100 * attention + adds
