@@ -171,7 +171,7 @@ def test_reference_agrees_with_hf_in_float64(checkpoint: Checkpoint, truth: Trut
 def test_weights_of_half_precision_are_not_as_accurate(
     checkpoint: Checkpoint, truth: Truth, peer: Any
 ) -> None:
-    """The planted fault of this file."""
+    """The planted fault of the first test."""
     tokens = tokens_of(checkpoint, "english", 64)
     config, weights = checkpoint.config, weights_of(checkpoint)
     with hf.torch_threads(2):
@@ -180,6 +180,19 @@ def test_weights_of_half_precision_are_not_as_accurate(
         mine = hf.hf_logits(coarse, tokens)
     with pytest.raises(AssertionError, match="rms"):
         assert_as_accurate(mine, peers, truth(tokens, range(64)))
+
+
+def test_a_wrong_kv_head_in_one_layer_is_a_choice_beyond_the_margin(
+    checkpoint: Checkpoint, truth: Truth, peer: Any
+) -> None:
+    """The planted fault of the second test."""
+    tokens = tokens_of(checkpoint, "english", 64)
+    config, weights = checkpoint.config, weights_of(checkpoint)
+    weights["layers.10.k"] = np.roll(weights["layers.10.k"], config.head_dim, axis=0)
+    with hf.torch_threads(2):
+        peers = hf.hf_logits(peer, tokens)
+        mine = hf.hf_logits(hf.hf_model(config, weights), tokens)
+    assert unexplained(mine, peers, truth(tokens, range(64)))
 
 
 def test_a_choice_beyond_the_margin_is_reported() -> None:
