@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -253,7 +253,7 @@ class ShareImage:
     def panels(self, name: str) -> F32:
         """Panels of the tensor, filled where the program says."""
         whole = self._image.panels(name)
-        share = np.full_like(whole, np.nan)
+        share: F32 = np.full_like(whole, np.nan)
         row_of = np.arange(len(whole) * 8).reshape(-1, 1, 8)
         for weight in self._mine(name):
             assert weight.columns is not None
@@ -265,7 +265,7 @@ class ShareImage:
     def vector(self, name: str) -> F32:
         """The vector, filled where the program says."""
         whole = self._image.vector(name)
-        share = np.full_like(whole, np.nan)
+        share: F32 = np.full_like(whole, np.nan)
         for weight in self._mine(name):
             share[slice(*weight.rows)] = whole[slice(*weight.rows)]
         return share
@@ -274,11 +274,11 @@ class ShareImage:
         return [weight for weight in self._weights if weight.name == name]
 
 
-def share_only(seat: Seat) -> None:
-    """A rank body over a ShareImage."""
+def share_only(seat: Seat, *, of_rank: Callable[[int], int] = lambda rank: rank) -> None:
+    """A rank body over a ShareImage; of_rank: whose share a rank is given, its own by default."""
     state, rank_plan = seat.state, msgspec.msgpack.decode(seat.start.payload, type=RankPlan)
     assert isinstance(state, Served)
-    mine = program(state.config, state.profile, rank_plan.layout, seat.rank)
+    mine = program(state.config, state.profile, rank_plan.layout, of_rank(seat.rank))
     image = cast(WeightImage, ShareImage(state.image, mine))
     rank_main(replace(seat, state=replace(state, image=image)))
 

@@ -284,7 +284,7 @@ class RestartedSoftmaxBinder(Binder):
 class NaiveChunk(Worker):
     """Softmax restarted at the edge of a chunk."""
 
-    binder_type = RestartedSoftmaxBinder
+    binder_type: type[Binder] = RestartedSoftmaxBinder
 
 
 # --- planted bugs -------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ class ChunkEdgeBinder(Binder):
 class ChunkEdge(Worker):
     """The first row of every chunk but the first does not see its own key."""
 
-    binder_type = ChunkEdgeBinder
+    binder_type: type[Binder] = ChunkEdgeBinder
     seen: I32
 
     def _take(self, frame: Frame) -> None:
@@ -475,7 +475,7 @@ class UnmaskedBinder(Binder):
 class Unmasked(Worker):
     """See UnmaskedAttention."""
 
-    binder_type = UnmaskedBinder
+    binder_type: type[Binder] = UnmaskedBinder
 
 
 class StaleExchangeBinder(Binder):

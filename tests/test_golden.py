@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from golden import make
 
@@ -52,7 +53,7 @@ def test_the_vectors_show_a_change_of_order() -> None:
 
     def one_chain(k: int, span: object = None) -> Any:
         lengths, merges, low, high = make.leaves(k)
-        return lengths, make.np.array([0, *[1] * (len(merges) - 1)], make.np.int32), low, high
+        return lengths, np.array([0, *[1] * (len(merges) - 1)], np.int32), low, high
 
     module, pool = kernels("reference", 1)
     rows = 3

@@ -7,8 +7,9 @@ proves nothing; such cells are listed here, and must stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -57,7 +58,7 @@ FAST = {
 DEMO_WITNESS_TOKENS = 4
 
 
-def grid(cells: dict[str, Iterable[Cell]]) -> list[object]:
+def grid(cells: Mapping[str, Iterable[Cell]]) -> list[object]:
     """Parameters (model name, cell), the slow ones marked."""
     rows: list[object] = []
     for name, of_model in cells.items():
@@ -279,6 +280,14 @@ def test_a_rank_that_holds_nothing_but_its_share_gives_the_same_bits(name: str, 
     outcome = run_cell(model, cell, rank_body=share_only)
     assert outcome.fault is None
     assert outcome.digest == baseline(model, cell).digest
+
+
+def test_a_rank_that_holds_the_share_of_its_neighbour_fails() -> None:
+    """What the test above rests on: a weight outside the share that is read ends the request."""
+    body = partial(share_only, of_rank=lambda rank: rank ^ 1)
+    cell = Cell(axis="tp", tp=2, prompt_tokens=40, num_tokens=4)
+    outcome = run_cell(the_model("adversarial-9-3"), cell, rank_body=body)
+    assert outcome.fault is not None and outcome.tokens == ()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ wrong KV head; two nodes have one order only; clean pages hide a missing mask.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import planted
@@ -19,7 +20,10 @@ from grid import PLANTED, Axis, Cell, Model, baseline, hashed_tokens, run_cell, 
 
 from anyshard.worker import Worker
 
-SHORT = {"prompt_tokens": 40, "num_tokens": 3}
+
+def short(axis: Axis, **split: Any) -> Cell:
+    """A cell of a few tokens over two blocks."""
+    return Cell(axis=axis, prompt_tokens=40, num_tokens=3, **split)
 
 
 def digest(model: Model, cell: Cell, bug: type[Worker] | None = None) -> str:
@@ -39,7 +43,7 @@ def caught(name: str, cell: Cell, bug: type[Worker]) -> bool:
 
 def test_row_parallel_bias_added_per_rank() -> None:
     """TGI 1036. One rank, or a model without such a bias, hides it: SmolLM2, Qwen2."""
-    two = Cell(axis="tp", tp=2, **SHORT)
+    two = short("tp", tp=2)
     assert caught("adversarial-9-3", two, planted.BiasPerRank)
     assert not caught("adversarial-9-3", replace(two, tp=1), planted.BiasPerRank)
     assert not caught("qwen2", two, planted.BiasPerRank)
@@ -48,13 +52,13 @@ def test_row_parallel_bias_added_per_rank() -> None:
 def test_missing_node() -> None:
     """sglang 14811: a partial that is never added. Shows on every model."""
     for tp in (2, 3):
-        assert caught("adversarial-9-3", Cell(axis="tp", tp=tp, **SHORT), planted.MissingNode)
-    assert caught("qwen2", Cell(axis="tp", tp=2, **SHORT), planted.MissingNode)
+        assert caught("adversarial-9-3", short("tp", tp=tp), planted.MissingNode)
+    assert caught("qwen2", short("tp", tp=2), planted.MissingNode)
 
 
 def test_swapped_merge() -> None:
     """sglang 10785: the same partials in another order. Two of them have one order only."""
-    cell = Cell(axis="tp", tp=3, **SHORT)
+    cell = short("tp", tp=3)
     assert caught("adversarial-9-3", cell, planted.SwappedMerge)
     assert caught("qwen2", cell, planted.SwappedMerge)
     assert not caught("adversarial-9-3", replace(cell, tp=1), planted.SwappedMerge)
@@ -62,7 +66,7 @@ def test_swapped_merge() -> None:
 
 def test_wrong_kv_head() -> None:
     """sglang 19086, 32858. Hidden where every rank begins with the first head of a KV group."""
-    cell = Cell(axis="tp", tp=2, **SHORT)
+    cell = short("tp", tp=2)
     assert caught("adversarial-9-3", cell, planted.WrongKvHead)
     assert caught("adversarial-14-2", replace(cell, tp=3), planted.WrongKvHead)
     assert not caught("adversarial-9-3", replace(cell, tp=3), planted.WrongKvHead)
@@ -71,7 +75,7 @@ def test_wrong_kv_head() -> None:
 
 def test_position_reset_on_stage_two() -> None:
     """SwiftTransformer 9. Hidden in a prompt that is one chunk, until the second decode step."""
-    cell = Cell(axis="pp", pp=2, **SHORT)
+    cell = short("pp", pp=2)
     assert caught("adversarial-9-3", cell, planted.PositionReset)
     assert caught("qwen2", cell, planted.PositionReset)
     assert not caught("adversarial-9-3", replace(cell, num_tokens=1), planted.PositionReset)
@@ -80,7 +84,7 @@ def test_position_reset_on_stage_two() -> None:
 
 def test_chunk_edge_off_by_one() -> None:
     """HF 43082, nano-vllm 213: one key of one row of a later chunk. One chunk hides it."""
-    cell = Cell(axis="chunk", chunk=20, **SHORT)
+    cell = short("chunk", chunk=20)
     assert caught("adversarial-9-3", cell, planted.ChunkEdge)
     assert caught("qwen2", cell, planted.ChunkEdge)
     assert not caught("adversarial-9-3", replace(cell, chunk=40), planted.ChunkEdge)
@@ -88,7 +92,7 @@ def test_chunk_edge_off_by_one() -> None:
 
 def test_tied_head_missing_on_the_last_stage() -> None:
     """sglang 15890. Needs tied embeddings and a last stage that is not the first."""
-    cell = Cell(axis="pp", pp=2, **SHORT)
+    cell = short("pp", pp=2)
     assert caught("qwen2", cell, planted.TiedHeadMissing)
     assert not caught("qwen2", replace(cell, pp=1), planted.TiedHeadMissing)
     assert not caught("adversarial-9-3", cell, planted.TiedHeadMissing)
@@ -120,11 +124,11 @@ def test_page_that_another_sequence_left(bug: type[Worker]) -> None:
 @pytest.mark.parametrize(
     ("axis", "cell"),
     [
-        ("comm", Cell(axis="comm", tp=2, comm="threads", **SHORT)),
-        ("comm", Cell(axis="comm", tp=3, pp=2, comm="threads", **SHORT)),
-        pytest.param("comm", Cell(axis="comm", tp=2, comm="shm", **SHORT), marks=pytest.mark.ranks),
-        ("body", Cell(axis="body", kernels="scalar", **SHORT)),
-        ("pages", Cell(axis="pages", shuffled=True, **SHORT)),
+        ("comm", short("comm", tp=2, comm="threads")),
+        ("comm", short("comm", tp=3, pp=2, comm="threads")),
+        pytest.param("comm", short("comm", tp=2, comm="shm"), marks=pytest.mark.ranks),
+        ("body", short("body", kernels="scalar")),
+        ("pages", short("pages", shuffled=True)),
     ],
     ids=lambda value: value.name if isinstance(value, Cell) else value,
 )
