@@ -37,7 +37,7 @@ test-all: setup ## every test
 	@$(BIN)/pytest $(PYTEST_FLAGS)
 
 bench: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.installed ## speed, interleaved with HF transformers
-	@$(BIN)/python benchmarks/run.py $(BENCH_FLAGS)
+	@$(BIN)/python benchmarks/hf.py $(BENCH_FLAGS)
 
 format: setup ## rewrite the sources in the checked format
 	$(BIN)/ruff check --fix .
@@ -80,5 +80,5 @@ $(VENV)/.model: $(VENV)/.created
 $(BENCH_VENV)/.installed: constraints.txt
 	@echo "creating $(BENCH_VENV), where the peers are measured"
 	@$(PYTHON) -m venv $(BENCH_VENV)
-	@$(BENCH_VENV)/bin/$(INSTALL) torch transformers gguf
+	@$(BENCH_VENV)/bin/$(INSTALL) torch transformers numpy
 	@touch $@

@@ -121,7 +121,7 @@ REFUSALS = [
     (("--prompt", "x", "-tp", "2", "--heads", "3,3,3"), "contradicts"),
     (("--prompt", ""), "empty"),
     ((), "--prompt"),
-    (("--prompt", "x", "--max-tokens", "9000"), "9000 more were asked for, but the context holds 8192"),
+    (("--prompt", "x", "--max-tokens", "9000"), "but the context holds 8192"),
     (("--prompt", "x" * 60000), "context holds 8192"),
     (("--prompt", "x", "--max-tokens", "0"), "--max-tokens is 0"),
     (("--prompt", "x", "--temperature", "-1"), "--temperature is -1"),

@@ -9,7 +9,7 @@ import pytest
 
 from anyshard.errors import OptionError
 from anyshard.ops import native_module, reference
-from anyshard.ops.sampling import allowed_ids, sample
+from anyshard.ops.sampling import _best_first, allowed_ids, sample
 from anyshard.request import Request, Sampling
 
 _native = native_module()
@@ -92,19 +92,19 @@ def test_native_and_reference_draw_the_same_token(size: int) -> None:
 
 def test_filters_keep_what_they_say() -> None:
     row = np.array([1, 4, 3, 4, 0], np.float32)
-    kept = allowed_ids(row, Sampling(temperature=1.0, top_k=2))
+    kept = allowed_ids(reference, row, Sampling(temperature=1.0, top_k=2))
     assert kept is not None and kept.tolist() == [0, 1, 0, 1, 0]
     # min-p 0.3: e^-1 = 0.37 stays, e^-3 does not
-    kept = allowed_ids(row, Sampling(temperature=1.0, min_p=0.3))
+    kept = allowed_ids(reference, row, Sampling(temperature=1.0, min_p=0.3))
     assert kept is not None and kept.tolist() == [0, 1, 1, 1, 0]
     # terms 1, 1, .37, .05, .02 of 2.44: the first two reach 0.8
-    kept = allowed_ids(row, Sampling(temperature=1.0, top_p=0.8))
+    kept = allowed_ids(reference, row, Sampling(temperature=1.0, top_p=0.8))
     assert kept is not None and kept.tolist() == [0, 1, 0, 1, 0]
-    kept = allowed_ids(row, Sampling(temperature=1.0, top_p=0.83))
+    kept = allowed_ids(reference, row, Sampling(temperature=1.0, top_p=0.83))
     assert kept is not None and kept.tolist() == [0, 1, 1, 1, 0]
-    kept = allowed_ids(row, Sampling(temperature=1.0, top_p=1e-9))
+    kept = allowed_ids(reference, row, Sampling(temperature=1.0, top_p=1e-9))
     assert kept is not None and kept.tolist() == [0, 1, 0, 0, 0]
-    assert allowed_ids(row, Sampling(temperature=1.0)) is None
+    assert allowed_ids(reference, row, Sampling(temperature=1.0)) is None
 
 
 def test_top_k_of_one_is_greedy_at_any_temperature(module: Any) -> None:
@@ -135,3 +135,22 @@ def test_values_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> Non
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(OptionError, match="empty"):
         Request(prompt=(), max_tokens=1)
+
+
+def test_candidates_are_in_the_order_of_logit_then_id() -> None:
+    row = np.array([0.0, -0.0, 3, -3, 3, 1e-45, -1e-45, -np.inf], np.float32)
+    assert _best_first(row).tolist() == [2, 4, 5, 0, 1, 6, 3, 7]
+    random = np.round(logits(5000, 2), 1)
+    assert np.array_equal(_best_first(random), np.argsort(-random, kind="stable"))
+
+
+@pytest.mark.skipif(_native is None, reason="needs the compiled module")
+def test_filters_leave_the_same_ids_in_both_modules() -> None:
+    row = logits(4099, 5)
+    for drawn in (
+        Sampling(temperature=0.7, top_p=0.9),
+        Sampling(temperature=1.9, min_p=0.02, top_p=0.95, top_k=1000),
+    ):
+        ours, theirs = (allowed_ids(m, row, drawn) for m in (reference, _native))
+        assert ours is not None and theirs is not None
+        assert np.array_equal(ours, theirs) and 1 < ours.sum() < 4099

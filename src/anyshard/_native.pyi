@@ -229,6 +229,9 @@ def argmax(logits: F32, *, body: str = "") -> tuple[int, float]:
     The id is -1 if a logit is NaN or the largest is infinite. body: "" is the best one here.
     """
 
+def exp_into(x: F32, out: F32, *, body: str = "") -> None:
+    """out = e^x for x <= 0, element by element; out may be x."""
+
 def gumbel_argmax(
     logits: F32,
     temperature: float,

@@ -313,7 +313,7 @@ class _Generate:
                 raise PromptTooLong(
                     prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=length
                 )
-        with _LoadBar() as bar:
+        with _Bar("loading weights") as bar:
             group.wait_loaded(bar.update)
         engine = Engine(
             group,
@@ -366,7 +366,6 @@ class _Generate:
         """Run all requests; returns each answer and why it ended."""
         from anyshard.answer import Answer
 
-        live = not self.job.as_json and len(requests) == 1
         answers = [
             Answer(tokenizer.stream_decoder(), stop=self.job.stop, stop_ids=request.stop_ids)
             for request in requests
@@ -374,7 +373,15 @@ class _Generate:
         reasons = [""] * len(requests)
         for request in requests:
             engine.submit(request)
-        for event in engine.run():
+        with _Bar("reading the prompt") as bar:
+            self._consume(engine, answers, reasons, bar)
+        return list(zip(answers, reasons, strict=True))
+
+    def _consume(
+        self, engine: Engine, answers: list[Answer], reasons: list[str], bar: _Bar
+    ) -> None:
+        live = not self.job.as_json and len(answers) == 1
+        for event in engine.run(bar.update):
             answer = answers[event.request_id]
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic() - self.start_s
@@ -394,7 +401,6 @@ class _Generate:
             if live:
                 sys.stdout.write(shown)
                 sys.stdout.flush()
-        return list(zip(answers, reasons, strict=True))
 
     def _report(
         self, engine: Engine, requests: Sequence[Request], answers: list[tuple[Answer, str]]
@@ -492,24 +498,29 @@ def _check_agreement(job: _Job, *, tp: int, pp: int) -> None:
             raise OptionError(f"{flag} {asked} contradicts {cut}, which has {got} parts; drop one")
 
 
-class _LoadBar:
-    """A progress bar on stderr while weights are packed, on a terminal only."""
+class _Bar:
+    """A progress bar on stderr, on a terminal only, gone when it is done."""
 
-    def __enter__(self) -> _LoadBar:
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._bar: Any = None
+
+    def __enter__(self) -> _Bar:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import Progress
 
             self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("loading weights", total=None)
+            self._task = self._bar.add_task(self._label, total=None)
             self._bar.start()
         return self
 
     def update(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are packed."""
+        """`done` of `total` steps are over; at the end the bar goes."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
+            if done >= total:
+                self._bar.stop()
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

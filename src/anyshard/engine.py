@@ -171,6 +171,7 @@ class Engine:
             waiting=(), running=(), free_slots=tuple(range(slots)), pool=PagePool.of(pages)
         )
         self._next_id = 0
+        self._prompt_tokens = 0
         self._cancelled: set[int] = set()
         self.control: FrontControl = self.group.start(
             Start(
@@ -194,6 +195,7 @@ class Engine:
                 limit=self.options.max_model_len,
             )
         assert all(0 <= token < self.config.vocab for token in request.prompt)
+        self._prompt_tokens += len(request.prompt)
         request_id = self._next_id
         self._next_id += 1
         self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
@@ -203,14 +205,22 @@ class Engine:
         """End a request before its next token; no further event of it comes."""
         self._cancelled.add(request_id)
 
-    def run(self) -> Iterator[Event]:
-        """Walk ticks until no request is left; tokens come in request order within a tick."""
+    def run(self, on_prefill: Callable[[int, int], None] | None = None) -> Iterator[Event]:
+        """Walk ticks until no request is left; tokens come in request order within a tick.
+
+        on_prefill hears, after every step with prompt rows, how many prompt tokens of how many
+        have run.
+        """
         while True:
             self._drop_cancelled()
             if not self.batch.busy:
                 return
             tick, self.batch = next_tick(self.batch, self.limits)
-            yield from self._finish(tick, self._step(tick))
+            before = self.timings.prefill_tokens
+            result = self._step(tick)
+            if on_prefill is not None and self.timings.prefill_tokens > before:
+                on_prefill(self.timings.prefill_tokens, self._prompt_tokens)
+            yield from self._finish(tick, result)
 
     def _drop_cancelled(self) -> None:
         if not self._cancelled:

@@ -183,6 +183,14 @@ int64_t gumbel_argmax(nb::object logits, double temperature, uint64_t key, uint3
   return kernels.gumbel_argmax(sampler, array.floats(), array.size(0)).index;
 }
 
+void exp_into(nb::object x, nb::object out, const std::string& body) {
+  const Array array(x.ptr(), "x", Element::kFloat, {kAny});
+  const Array result(out.ptr(), "out", Element::kFloat, {array.size(0)}, true);
+  const Kernels& kernels = kernels_of(body);
+  const FloatEnvironment environment;
+  kernels.exp_into(array.floats(), result.writable_floats(), array.size(0));
+}
+
 bool pack_panels(Pool& pool, nb::object panels, nb::object source, const std::string& type,
                  int64_t num_rows, int64_t num_columns, nb::object row_map) {
   const Packer packer(panels.ptr(), source.ptr(), type, num_rows, num_columns, row_map.ptr());
@@ -192,6 +200,7 @@ bool pack_panels(Pool& pool, nb::object panels, nb::object source, const std::st
 
 void bind_functions(nb::module_& m) {
   m.def("argmax", &argmax, "logits"_a, nb::kw_only(), "body"_a = "");
+  m.def("exp_into", &exp_into, "x"_a, "out"_a, nb::kw_only(), "body"_a = "");
   m.def("gumbel_argmax", &gumbel_argmax, "logits"_a, "temperature"_a, "key"_a, "position"_a,
         "choice"_a, "stream"_a, "mask"_a.none() = nb::none(), nb::kw_only(), "body"_a = "");
   m.def("pack_panels", &pack_panels, "pool"_a, "panels"_a, "source"_a, "type"_a, "num_rows"_a,

@@ -12,4 +12,4 @@
 
 constexpr Kernels kTable = {
     norm,   linear, silu_product, rope, attention_stripe, attention_merge, attention_finish,
-    reduce, argmax, gumbel_argmax};
+    reduce, exp_into, argmax, gumbel_argmax};

@@ -33,6 +33,13 @@ ANYSHARD_INLINE Vec exp_vec(Vec x) {
   return select(less(h, broadcast(-200.0f)), zero(), result);
 }
 
+inline void exp_into(const float* x, float* out, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, exp_vec(load(x + i)));
+  const int rest = static_cast<int>(count - i);
+  if (rest > 0) store_partial(out + i, exp_vec(load_partial(x + i, rest)), rest);
+}
+
 // Natural logarithm of a positive normal number.
 ANYSHARD_INLINE Vec log_vec(Vec x) {
   const IntVec e = shift_right_signed<23>(sub_int(bits(x), broadcast_int(0x3f3504f3)));

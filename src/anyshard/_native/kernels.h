@@ -112,6 +112,8 @@ struct Kernels {
   // x[i] += merges over nodes[j][i] (+ bias[i]), i < count.
   void (*reduce)(const float* const* nodes, const int32_t* merges, int num_nodes, const float* bias,
                  float* x, int count);
+  // out[i] = e^x[i], x <= 0. out may be x.
+  void (*exp_into)(const float* x, float* out, int64_t count);
   Best (*argmax)(const float* logits, int64_t count);
   Best (*gumbel_argmax)(const Sampler&, const float* logits, int64_t count);
 };

@@ -19,6 +19,7 @@ from anyshard.ops.exact import (
     EMPTY_MAX,
     F32,
     I32,
+    exp,
     exp2,
     fma32,
     halving_tree,
@@ -39,6 +40,7 @@ __all__ = [
     "Reduce",
     "RowLinear",
     "argmax",
+    "exp_into",
     "gumbel_argmax",
     "rms_norm",
 ]
@@ -412,6 +414,11 @@ def argmax(logits_V: F32) -> tuple[int, float]:
     best = int(np.argmax(logits_V))  # NumPy returns a NaN's place if there is one
     value = float(logits_V[best])
     return (best if np.isfinite(value) else -1), value
+
+
+def exp_into(x: F32, out: F32) -> None:
+    """out = e^x for x <= 0, element by element; out may be x."""
+    out[:] = exp(x)
 
 
 def gumbel_argmax(
