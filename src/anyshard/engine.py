@@ -108,6 +108,8 @@ class Timings:
 class Engine:
     """One epoch of a rank group, and the requests in it.
 
+    `epoch` grows with every engine on the same group.
+
     Raises from `run`: PeerLost when a rank is lost.
     """
 
@@ -116,6 +118,7 @@ class Engine:
     profile: Profile
     layout: Layout
     options: EngineOptions
+    epoch: int = 1
     steps: list[StepShape] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
 
@@ -175,7 +178,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self.control: FrontControl = self.group.start(
             Start(
-                epoch=1,
+                epoch=self.epoch,
                 payload=msgspec.msgpack.encode(plan),
                 sizes=sizes,
                 deadline_s=options.deadline_s,

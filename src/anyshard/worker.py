@@ -108,7 +108,7 @@ def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes
 class Worker:
     """One rank of one epoch. Tests derive from it to plant bugs and naive orders."""
 
-    binder_type = Binder
+    binder_type: type[Binder] = Binder
 
     def __init__(
         self, served: Served, plan: RankPlan, *, rank: int, comm: Comm, control: RankControl
