@@ -160,6 +160,15 @@ def test_spans_of_leaves_merge_to_the_unsplit_bits(body: str, cuts: list[int]) -
 
 
 @pytest.mark.parametrize("body", BODIES)
+def test_chains_start_at_plus_zero(body: str) -> None:
+    """Only products of -0: a chain that began with a product would end at -0."""
+    x, w = -np.ones((9, 70), np.float32), np.zeros((40, 70), np.float32)
+    for rows in range(1, 10):
+        got = run_nodes(pool(body), x[:rows].copy(), panels(w), 40, *leaves(70))
+        assert not got.view(np.uint32).any()
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_heads_with_short_last_leaves(body: str) -> None:
     rng = np.random.default_rng(5)
     x, w = floats(rng, 6, 3 * 80), floats(rng, 24, 3 * 80)

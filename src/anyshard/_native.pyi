@@ -33,6 +33,7 @@ __all__ = [
     "RowLinear",
     "argmax",
     "available_bodies",
+    "exp_into",
     "gumbel_argmax",
     "pack_panels",
     "shm_abort",

@@ -10,6 +10,14 @@
 #include "sampling.h"
 #include "silu.h"
 
-constexpr Kernels kTable = {
-    norm,   linear, silu_product, rope, attention_stripe, attention_merge, attention_finish,
-    reduce, exp_into, argmax, gumbel_argmax};
+constexpr Kernels kTable = {norm,
+                            linear,
+                            silu_product,
+                            rope,
+                            attention_stripe,
+                            attention_merge,
+                            attention_finish,
+                            reduce,
+                            exp_into,
+                            argmax,
+                            gumbel_argmax};
