@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,6 @@ from anyshard.binder import Binder
 from anyshard.comm.control import Frame
 from anyshard.launcher import Seat
 from anyshard.model import Op, Program, Sum
-from anyshard.ops import native_module
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.exact import F32, I32, fma32
 from anyshard.worker import Served, Worker, rank_main
@@ -51,44 +50,11 @@ class AlteredOps:
 # --- naive orders -------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def longest_leaf() -> int:
-    """The longest fma chain that every body here takes: any length, or 64 in older bindings."""
-    native = native_module()
-    if native is None:
-        return 1 << 20
-    try:
-        native.RowLinear(
-            native.Pool(1, "scalar", False),
-            np.zeros((1, 65), np.float32),
-            np.zeros((1, 65, 8), np.float32),
-            8,
-            np.array([65], np.int32),
-            np.array([0], np.int32),
-            np.zeros(8, np.float32),
-        )
-    except ValueError:
-        return 64
-    return 1 << 20
-
-
 def naive_sum(num_k: int, parts: int) -> Sum:
-    """K in `parts` equal shares, each one running chain; the partials added left to right.
-
-    Where the bindings refuse a long chain it runs over pieces of 64, which is as naive.
-    """
-    lengths: list[int] = []
-    merges: list[int] = []
-    for low, high in pairwise(num_k * part // parts for part in range(parts + 1)):
-        if low == high:
-            continue
-        step = longest_leaf()
-        pieces = [min(step, high - start) for start in range(low, high, step)]
-        counts = [0] + [1] * (len(pieces) - 1)
-        counts[-1] += 1 if lengths else 0
-        lengths += pieces
-        merges += counts
-    return Sum(tuple(lengths), tuple(merges))
+    """K in `parts` equal shares, each one running chain; the partials added left to right."""
+    bounds = [num_k * part // parts for part in range(parts + 1)]
+    lengths = tuple(high - low for low, high in pairwise(bounds) if high > low)
+    return Sum(lengths, (0, *[1] * (len(lengths) - 1)) if lengths else ())
 
 
 def naive_program(program: Program, *, parts: int) -> Program:

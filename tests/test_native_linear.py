@@ -236,7 +236,7 @@ READ_ONLY.flags.writeable = False
         ("panels", None, "panels is None, but 13 outputs"),
         ("num_outputs", 17, "panels has shape"),
         ("num_outputs", -1, "below 0"),
-        ("leaf_lengths", ints(65, 5), "a leaf length is 65"),
+        ("leaf_lengths", ints(70, 0), "a leaf length is 0"),
         ("leaf_lengths", ints(64, 5), "sum to 69"),
         ("leaf_lengths", np.array([64, 6]), "leaf_lengths must be of int32"),
         ("merges", ints(0), "merges has shape"),

@@ -10,7 +10,6 @@
 namespace anyshard {
 
 constexpr int kLanes = 8;         // outputs of one panel
-constexpr int kLeaf = 64;         // most k of one fma chain
 constexpr int kMaxDepth = 32;     // most open tree nodes while a leaf program runs
 constexpr int kBlock = 32;        // tokens of one KV block (page)
 constexpr int kStripes = 8;       // interleaved sequences of blocks, merged by a fixed tree

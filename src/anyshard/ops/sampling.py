@@ -39,9 +39,7 @@ def sample(module: Any, logits_V: F32, sampling: Sampling, *, position: int) -> 
     )
 
 
-def allowed_ids(
-    module: Any, logits_V: F32, sampling: Sampling
-) -> npt.NDArray[np.uint8] | None:
+def allowed_ids(module: Any, logits_V: F32, sampling: Sampling) -> npt.NDArray[np.uint8] | None:
     """1 for each id that top-k, then min-p, then top-p leave; None when no filter is on.
 
     Candidates in the order (-logit, id). A term is e^((logit - max) / T) in float32; min-p
