@@ -41,9 +41,9 @@ Leaves::Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool who
   merges_.assign(merge_array.ints(), merge_array.ints() + count);
   int64_t sum = 0;
   for (const int32_t length : lengths_) {
-    require(length >= 1 && length <= num_inputs,
-            "a leaf length is " + std::to_string(length) + "; 1 to " +
-                std::to_string(num_inputs) + " is possible");
+    require(length >= 1 && length <= num_inputs, "a leaf length is " + std::to_string(length) +
+                                                     "; 1 to " + std::to_string(num_inputs) +
+                                                     " is possible");
     sum += length;
   }
   require(sum == num_inputs, "leaf_lengths sum to " + std::to_string(sum) + ", but there are " +
