@@ -103,68 +103,74 @@ void Attention::run(int rows) {
   if (head_groups_.empty()) return;
   paged_.check(rows, true);
   list_units(rows);
-  shares_.reset();
-  const bool by_stripe = splits_stripes();
-  pool_.run([&](const Thread& thread) {
-    if (by_stripe) {
-      run_stripes(thread);
-    } else {
-      run_whole(thread);
-    }
-  });
-}
-
-// A unit a thread, the longest histories (last rows) first.
-void Attention::run_whole(const Thread& thread) {
-  const Kernels& kernels = thread.pool.kernels();
-  float* states = thread_states_[static_cast<size_t>(thread.index)].get();
-  const int size = static_cast<int>(num_units_);
-  for (int i = shares_.take(1); i < size; i = shares_.take(1)) {
-    const Unit& unit = units_[static_cast<size_t>(size - 1 - i)];
-    const AttentionUnit description = describe(unit);
-    const size_t set = static_cast<size_t>(description.num_pairs) * state_floats_;
-    size_t top = 0;
-    for (int stripe = 0; stripe < kStripes; ++stripe) {
-      kernels.attention_stripe(description, stripe, states + top * set);
-      ++top;
-      for (int merge = kStripeMerges[stripe]; merge > 0; --merge) {
-        --top;
-        kernels.attention_merge(head_dim_, description.num_pairs, states + (top - 1) * set,
-                                states + top * set, state_floats_);
-      }
-    }
-    for (int pair = 0; pair < description.num_pairs; ++pair) {
-      finish(unit, pair, states + static_cast<size_t>(pair) * state_floats_);
-    }
-  }
-}
-
-// Few units: a stripe of a unit a thread, then the merges shared by pairs.
-void Attention::run_stripes(const Thread& thread) {
-  const Kernels& kernels = thread.pool.kernels();
-  const size_t set = kMaxPairs * state_floats_;
-  const int size = static_cast<int>(num_units_) * kStripes;
-  for (int i = shares_.take(1); i < size; i = shares_.take(1)) {
-    const AttentionUnit description = describe(units_[static_cast<size_t>(i / kStripes)]);
-    kernels.attention_stripe(description, i % kStripes,
-                             stripe_states_.get() + static_cast<size_t>(i) * set);
-  }
-  thread.barrier();
-  int number = 0;
-  for (size_t i = 0; i < num_units_; ++i) {
-    for (int pair = 0; pair < units_[i].num_pairs(); ++pair, ++number) {
-      if (number % thread.count != thread.index) continue;
-      float* state =
-          stripe_states_.get() + i * kStripes * set + static_cast<size_t>(pair) * state_floats_;
-      for (size_t step = 1; step < kStripes; step *= 2) {
-        for (size_t s = 0; s < kStripes; s += 2 * step) {
-          kernels.attention_merge(head_dim_, 1, state + s * set, state + (s + step) * set,
-                                  state_floats_);
+  int num_pairs = 0;
+  for (size_t i = 0; i < num_units_; ++i) num_pairs += units_[i].num_pairs();
+  const int num_units = static_cast<int>(num_units_);
+  if (splits_stripes()) {
+    const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+      for (int i = start; i < stop; ++i) {
+        if (phase == 0) {
+          run_stripe(thread.kernels, i);
+        } else {
+          finish_pair(thread.kernels, i);
         }
       }
-      finish(units_[i], pair, state);
+    };
+    pool_.run({{num_units * kStripes, 1}, {num_pairs, pool_.chunk(num_pairs, 1)}}, work);
+  } else {
+    // the longest histories (last rows) first
+    const auto work = [&](const Thread& thread, int, int start, int stop) {
+      for (int i = start; i < stop; ++i) {
+        run_unit(thread, units_[static_cast<size_t>(num_units - 1 - i)]);
+      }
+    };
+    pool_.run({{num_units, 1}}, work);
+  }
+}
+
+void Attention::run_unit(const Thread& thread, const Unit& unit) const {
+  const Kernels& kernels = thread.kernels;
+  float* states = thread_states_[static_cast<size_t>(thread.index)].get();
+  const AttentionUnit description = describe(unit);
+  const size_t set = static_cast<size_t>(description.num_pairs) * state_floats_;
+  size_t top = 0;
+  for (int stripe = 0; stripe < kStripes; ++stripe) {
+    kernels.attention_stripe(description, stripe, states + top * set);
+    ++top;
+    for (int merge = kStripeMerges[stripe]; merge > 0; --merge) {
+      --top;
+      kernels.attention_merge(head_dim_, description.num_pairs, states + (top - 1) * set,
+                              states + top * set, state_floats_);
     }
   }
+  for (int pair = 0; pair < description.num_pairs; ++pair) {
+    finish(unit, pair, states + static_cast<size_t>(pair) * state_floats_);
+  }
+}
+
+// Few units: an item is a stripe of a unit, so that all threads have something to do.
+void Attention::run_stripe(const Kernels& kernels, int item) const {
+  const AttentionUnit description = describe(units_[static_cast<size_t>(item / kStripes)]);
+  const size_t set = kMaxPairs * state_floats_;
+  kernels.attention_stripe(description, item % kStripes,
+                           stripe_states_.get() + static_cast<size_t>(item) * set);
+}
+
+// Merges the stripes of one pair of all units, counted through.
+void Attention::finish_pair(const Kernels& kernels, int item) const {
+  size_t unit = 0;
+  int pair = item;
+  for (; pair >= units_[unit].num_pairs(); ++unit) pair -= units_[unit].num_pairs();
+  const size_t set = kMaxPairs * state_floats_;
+  float* state =
+      stripe_states_.get() + unit * kStripes * set + static_cast<size_t>(pair) * state_floats_;
+  for (size_t step = 1; step < kStripes; step *= 2) {
+    for (size_t s = 0; s < kStripes; s += 2 * step) {
+      kernels.attention_merge(head_dim_, 1, state + s * set, state + (s + step) * set,
+                              state_floats_);
+    }
+  }
+  finish(units_[unit], pair, state);
 }
 
 void Attention::finish(const Unit& unit, int pair, const float* state) const {

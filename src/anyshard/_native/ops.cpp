@@ -40,18 +40,16 @@ void Embed::run(int rows) {
     }
   }
   const int64_t width = out_.size(1);
-  pool_.run(
-      [&](const Thread& thread) {
-        const Range range = share_of(thread, rows);
-        for (int row = range.start; row < range.stop; ++row) {
-          const int token = tokens_.ints()[row];
-          const float* column =
-              panels_.floats() + token / kLanes * panels_.panel_stride() + token % kLanes;
-          float* out = out_.writable_floats() + row * width;
-          for (int64_t k = 0; k < width; ++k) out[k] = column[k * kLanes];
-        }
-      },
-      rows * width < kAloneFloats);
+  const auto copy = [&](const Thread&, int, int start, int stop) {
+    for (int row = start; row < stop; ++row) {
+      const int token = tokens_.ints()[row];
+      const float* column =
+          panels_.floats() + token / kLanes * panels_.panel_stride() + token % kLanes;
+      float* out = out_.writable_floats() + row * width;
+      for (int64_t k = 0; k < width; ++k) out[k] = column[k * kLanes];
+    }
+  };
+  pool_.run({{rows, pool_.chunk(rows, 1)}}, copy, rows * width < kAloneFloats);
 }
 
 Qkv::Qkv(Pool& pool, const Arguments& a)
@@ -61,7 +59,7 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, a.head_dim, kBlock}, true),
       v_cache_(a.v_cache, "v_cache", Element::kFloat,
                {k_cache_.size(0), k_cache_.size(1), kBlock, a.head_dim}, true),
-      norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, q_out_.size(0)),
+      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, q_out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       q_(a.q_panels, a.q_bias, "q_", norm_.width(), q_out_.size(1), leaves_),
       k_(a.k_panels, a.k_bias, "k_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
@@ -85,25 +83,36 @@ void Qkv::run(int rows) {
   check_rows(rows, static_cast<int>(q_out_.size(0)));
   const bool has_kv = k_.num_outputs() > 0;
   paged_.check(rows, has_kv);
-  const size_t width = static_cast<size_t>(norm_.width());
-  const size_t q_stride = static_cast<size_t>(q_.num_outputs());
-  const size_t kv_stride = static_cast<size_t>(k_.num_outputs());
-  for (Shares& shares : shares_) shares.reset();
-  pool_.run([&](const Thread& thread) {
-    const float* h = norm_.run(thread, rows, nullptr);
-    q_.run(thread, shares_[0], h, width, rows, q_out_.writable_floats(), 0, q_stride);
-    k_.run(thread, shares_[1], h, width, rows, k_rows_.get(), 0, kv_stride);
-    v_.run(thread, shares_[2], h, width, rows, v_rows_.get(), 0, kv_stride);
-    thread.barrier();
-    place_heads(thread, rows);
-  });
+  const int num_panels = q_.num_panels() + k_.num_panels() + v_.num_panels();
+  const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
+  const int num_places = rows * num_heads;
+  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr);
+    if (phase == 1) project(thread.kernels, rows, start, stop);
+    for (int i = start; phase == 2 && i < stop; ++i) {
+      place_head(thread.kernels, i / num_heads, i % num_heads);
+    }
+  };
+  pool_.run({norm_.phase(pool_, rows),
+             {num_panels, pool_.chunk(num_panels, panel_group(rows))},
+             {num_places, pool_.chunk(num_places, 1)}},
+            work);
 }
 
-void Qkv::place_heads(const Thread& thread, int rows) const {
-  const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
-  const Range range = share_of(thread, static_cast<int64_t>(rows) * num_heads);
-  for (int i = range.start; i < range.stop; ++i) {
-    place_head(thread.pool.kernels(), i / num_heads, i % num_heads);
+// Panels [start, stop) of q, k and v one after the other.
+void Qkv::project(const Kernels& kernels, int rows, int start, int stop) const {
+  const BoundLinear* linears[] = {&q_, &k_, &v_};
+  float* outputs[] = {q_out_.writable_floats(), k_rows_.get(), v_rows_.get()};
+  for (int i = 0; i < 3; ++i) {
+    const int size = linears[i]->num_panels();
+    const int first = std::max(start, 0);
+    const int last = std::min(stop, size);
+    if (first < last) {
+      linears[i]->run(kernels, first, last, norm_.rows(), static_cast<size_t>(norm_.width()), rows,
+                      outputs[i], 0, static_cast<size_t>(linears[i]->num_outputs()));
+    }
+    start -= size;
+    stop -= size;
   }
 }
 
@@ -151,11 +160,11 @@ void RowLinear::run(int rows) {
   check_rows(rows, static_cast<int>(a_.size(0)));
   if (leaves_.num_nodes() == 0) return;
   const size_t row_stride = static_cast<size_t>(linear_.num_outputs());
-  shares_.reset();
-  pool_.run([&](const Thread& thread) {
-    linear_.run(thread, shares_, a_.floats(), static_cast<size_t>(a_.size(1)), rows,
+  const auto work = [&](const Thread& thread, int, int start, int stop) {
+    linear_.run(thread.kernels, start, stop, a_.floats(), static_cast<size_t>(a_.size(1)), rows,
                 out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride);
-  });
+  };
+  pool_.run({linear_.phase(pool_, rows)}, work);
 }
 
 Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
@@ -192,21 +201,22 @@ Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
 void Reduce::run(int rows) {
   check_rows(rows, static_cast<int>(x_.size(0)));
   const int64_t floats = static_cast<int64_t>(rows) * num_outputs_;
-  pool_.run(
-      [&](const Thread& thread) {
-        // Groups of 8 columns: one row is shared too.
-        const int num_groups = (num_outputs_ + kLanes - 1) / kLanes;
-        const Range range = share_of(thread, static_cast<int64_t>(rows) * num_groups);
-        for (int i = range.start; i < range.stop;) {
-          const int row = i / num_groups;
-          const int stop = std::min(range.stop, (row + 1) * num_groups);
-          const int first = (i - row * num_groups) * kLanes;
-          const int last = std::min(num_outputs_, (stop - row * num_groups) * kLanes);
-          reduce_span(row, rows, first, last);
-          i = stop;
-        }
-      },
-      floats * static_cast<int64_t>(merges_.size()) < kAloneFloats);
+  const int size = rows * ((num_outputs_ + kLanes - 1) / kLanes);
+  const auto work = [&](const Thread&, int, int start, int stop) { run_groups(rows, start, stop); };
+  pool_.run({{size, pool_.chunk(size, 1)}}, work,
+            floats * static_cast<int64_t>(merges_.size()) < kAloneFloats);
+}
+
+void Reduce::run_groups(int rows, int start, int stop) const {
+  const int num_groups = (num_outputs_ + kLanes - 1) / kLanes;
+  while (start < stop) {
+    const int row = start / num_groups;
+    const int row_stop = std::min(stop, (row + 1) * num_groups);
+    const int first = (start - row * num_groups) * kLanes;
+    const int last = std::min(num_outputs_, (row_stop - row * num_groups) * kLanes);
+    reduce_span(row, rows, first, last);
+    start = row_stop;
+  }
 }
 
 void Reduce::reduce_span(int row, int rows, int start, int stop) const {
@@ -225,7 +235,7 @@ void Reduce::reduce_span(int row, int rows, int start, int stop) const {
 GateUp::GateUp(Pool& pool, const Arguments& a)
     : pool_(pool),
       out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
-      norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
+      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
       up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_),
@@ -235,30 +245,31 @@ GateUp::GateUp(Pool& pool, const Arguments& a)
 
 void GateUp::run(int rows) {
   check_rows(rows, static_cast<int>(out_.size(0)));
-  shares_.reset();
-  pool_.run(
-      [&](const Thread& thread) { run_linears(thread, norm_.run(thread, rows, nullptr), rows); });
+  Phase panels = gate_.phase(pool_, rows);
+  panels.chunk = std::min(panels.chunk, kGateUpChunk);
+  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr);
+    if (phase == 1) run_panels(thread, rows, start, stop);
+  };
+  pool_.run({norm_.phase(pool_, rows), panels}, work);
 }
 
-void GateUp::run_linears(const Thread& thread, const float* normed, int rows) {
-  const Kernels& kernels = thread.pool.kernels();
+void GateUp::run_panels(const Thread& thread, int rows, int start, int stop) const {
   const size_t width = static_cast<size_t>(norm_.width());
   const size_t out_stride = static_cast<size_t>(gate_.num_outputs());
   constexpr size_t kUpStride = static_cast<size_t>(kGateUpChunk) * kLanes;
   float* up_rows = up_rows_[static_cast<size_t>(thread.index)].get();
-  const int step = std::min(kGateUpChunk, gate_.chunk(rows, thread.count));
-  const int size = gate_.num_panels();
-  for (int start = shares_.take(step); start < size; start = shares_.take(step)) {
-    const int stop = std::min(size, start + step);
+  for (; start < stop; start += kGateUpChunk) {
+    const int last = std::min(stop, start + kGateUpChunk);
     const int first = start * kLanes;
     const Target gate_target{out_.writable_floats(), 0, out_stride, 0, gate_.bias()};
-    kernels.linear(gate_.linear(), normed, width, rows, start, stop, gate_target);
+    thread.kernels.linear(gate_.linear(), norm_.rows(), width, rows, start, last, gate_target);
     const Target up_target{up_rows, 0, kUpStride, first, up_.bias()};
-    kernels.linear(up_.linear(), normed, width, rows, start, stop, up_target);
-    const int count = std::min(gate_.num_outputs(), stop * kLanes) - first;
+    thread.kernels.linear(up_.linear(), norm_.rows(), width, rows, start, last, up_target);
+    const int count = std::min(gate_.num_outputs(), last * kLanes) - first;
     for (int row = 0; row < rows; ++row) {
       float* gate = out_.writable_floats() + product(row, gate_.num_outputs()) + first;
-      kernels.silu_product(gate, up_rows + static_cast<size_t>(row) * kUpStride, count);
+      thread.kernels.silu_product(gate, up_rows + static_cast<size_t>(row) * kUpStride, count);
     }
   }
 }
@@ -267,7 +278,7 @@ Head::Head(Pool& pool, const Arguments& a)
     : pool_(pool),
       sample_rows_(a.sample_rows, "sample_rows", Element::kInt, {kAny}),
       out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
-      norm_(pool, a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
+      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_) {}
 
@@ -281,12 +292,16 @@ void Head::run(int num_sampled) {
                                   std::to_string(norm_.num_rows() - 1) + " is possible");
     }
   }
-  shares_.reset();
-  pool_.run([&](const Thread& thread) {
-    const float* h = norm_.run(thread, num_sampled, sample_rows_.ints());
-    linear_.run(thread, shares_, h, static_cast<size_t>(norm_.width()), num_sampled,
-                out_.writable_floats(), 0, static_cast<size_t>(linear_.num_outputs()));
-  });
+  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+    if (phase == 0) {
+      norm_.run(thread.kernels, start, stop, sample_rows_.ints());
+    } else {
+      linear_.run(thread.kernels, start, stop, norm_.rows(), static_cast<size_t>(norm_.width()),
+                  num_sampled, out_.writable_floats(), 0,
+                  static_cast<size_t>(linear_.num_outputs()));
+    }
+  };
+  pool_.run({norm_.phase(pool_, num_sampled), linear_.phase(pool_, num_sampled)}, work);
 }
 
 }  // namespace anyshard

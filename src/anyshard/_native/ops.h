@@ -44,7 +44,7 @@ class Qkv {
   void run(int rows);
 
  private:
-  void place_heads(const Thread& thread, int rows) const;
+  void project(const Kernels& kernels, int rows, int start, int stop) const;
   void place_head(const Kernels& kernels, int row, int head) const;
 
   Pool& pool_;
@@ -63,7 +63,6 @@ class Qkv {
   float q_scale_;
   Workspace k_rows_;
   Workspace v_rows_;
-  Shares shares_[3];
 };
 
 // Each row attends to keys 0..position of its slot.
@@ -88,8 +87,9 @@ class Attention {
   void list_units(int rows);
   bool splits_stripes() const;
   AttentionUnit describe(const Unit& unit) const;
-  void run_whole(const Thread& thread);
-  void run_stripes(const Thread& thread);
+  void run_unit(const Thread& thread, const Unit& unit) const;
+  void run_stripe(const Kernels& kernels, int item) const;
+  void finish_pair(const Kernels& kernels, int item) const;
   void finish(const Unit& unit, int pair, const float* state) const;
 
   Pool& pool_;
@@ -109,7 +109,6 @@ class Attention {
   std::vector<Workspace> thread_states_;
   size_t stripe_units_ = 0;
   Workspace stripe_states_;
-  Shares shares_;
 };
 
 // This rank's nodes of a row-parallel linear: out = [nodes][rows][N], packed.
@@ -125,7 +124,6 @@ class RowLinear {
   Leaves leaves_;
   BoundLinear linear_;
   Array out_;
-  Shares shares_;
 };
 
 // Merges all ranks' nodes in tree order, adds the bias once and then the residual.
@@ -137,6 +135,8 @@ class Reduce {
   void run(int rows);
 
  private:
+  // Groups of 8 columns, of row after row.
+  void run_groups(int rows, int start, int stop) const;
   void reduce_span(int row, int rows, int start, int stop) const;
 
   Pool& pool_;
@@ -163,7 +163,7 @@ class GateUp {
   void run(int rows);
 
  private:
-  void run_linears(const Thread& thread, const float* normed, int rows);
+  void run_panels(const Thread& thread, int rows, int start, int stop) const;
 
   Pool& pool_;
   Array out_;
@@ -172,7 +172,6 @@ class GateUp {
   BoundLinear gate_;
   BoundLinear up_;
   std::vector<Workspace> up_rows_;
-  Shares shares_;
 };
 
 // Final norm and vocabulary projection of the rows that are sampled: out[i] = row sample_rows[i].
@@ -196,7 +195,6 @@ class Head {
   BoundNorm norm_;
   Leaves leaves_;
   BoundLinear linear_;
-  Shares shares_;
 };
 
 // A workspace of `count` floats for each thread of the pool.

@@ -126,9 +126,9 @@ Packer::Packer(PyObject* panels, PyObject* source, const std::string& type, int6
 bool Packer::run(Pool& pool) const {
   std::atomic<bool> finite{true};
   const int64_t num_panels = (num_rows_ + kLanes - 1) / kLanes;
-  pool.run([&](const Thread& thread) {
-    const Range range = share_of(thread, num_panels);
-    for (int panel = range.start; panel < range.stop; ++panel) {
+  const int size = static_cast<int>(num_panels);
+  pool.run({{size, pool.chunk(size, 1)}}, [&](const Thread&, int, int start, int stop) {
+    for (int panel = start; panel < stop; ++panel) {
       if (!pack_panel(panel)) finite.store(false, std::memory_order_relaxed);
     }
   });

@@ -59,11 +59,6 @@ LeafProgram Leaves::program() const {
   return {lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_, depth_};
 }
 
-Range share_of(const Thread& thread, int64_t size) {
-  return {static_cast<int>(size * thread.index / thread.count),
-          static_cast<int>(size * (thread.index + 1) / thread.count)};
-}
-
 BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int64_t num_inputs,
                          int64_t num_outputs, const Leaves& leaves)
     : panels_(panels, (std::string(name) + "panels").c_str(), num_inputs, num_outputs),
@@ -76,21 +71,10 @@ BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int
   linear_.program = leaves.program();
 }
 
-int BoundLinear::chunk(int num_rows, int num_threads) const {
-  const int group = panel_group(num_rows);
-  const int num_groups = (num_panels() + group - 1) / group;
-  return group * std::max(1, num_threads == 1 ? num_groups : num_groups / (6 * num_threads));
-}
-
-void BoundLinear::run(const Thread& thread, Shares& shares, const float* x, size_t x_stride,
+void BoundLinear::run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
                       int num_rows, float* out, size_t node_stride, size_t row_stride) const {
   const Target target{out, node_stride, row_stride, 0, bias()};
-  const int step = chunk(num_rows, thread.count);
-  const int size = num_panels();
-  for (int start = shares.take(step); start < size; start = shares.take(step)) {
-    thread.pool.kernels().linear(linear_, x, x_stride, num_rows, start,
-                                 std::min(size, start + step), target);
-  }
+  kernels.linear(linear_, x, x_stride, num_rows, start, stop, target);
 }
 
 void mark_fault(int32_t* row_fault, int row, int32_t code) {
@@ -99,8 +83,8 @@ void mark_fault(int32_t* row_fault, int row, int32_t code) {
   }
 }
 
-BoundNorm::BoundNorm(const Pool& pool, PyObject* x, PyObject* weight, double eps,
-                     PyObject* row_fault, int fault_code, int64_t rows_max)
+BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault, int fault_code,
+                     int64_t rows_max)
     : x_(x, "x", Element::kFloat, {kAny, kAny}),
       weight_(weight, "norm_weight", Element::kFloat, {x_.size(1)}),
       row_fault_(row_fault, "row_fault", Element::kInt, {x_.size(0)}, true),
@@ -108,29 +92,17 @@ BoundNorm::BoundNorm(const Pool& pool, PyObject* x, PyObject* weight, double eps
   require(x_.size(1) >= 1 && x_.size(1) <= INT_MAX / 8, "x has no columns");
   require(fault_code != 0, "fault_code is 0, which stands for no fault");
   norm_ = {weight_.floats(), static_cast<float>(eps), static_cast<int>(x_.size(1))};
-  const size_t width = static_cast<size_t>(norm_.width);
-  shared_ = Workspace(static_cast<size_t>(rows_max) * width);
-  if (pool.threads() > 1) {
-    private_ = Workspace(static_cast<size_t>(pool.threads()) * kPrivateRows * width);
-  }
+  normed_ = Workspace(static_cast<size_t>(rows_max) * static_cast<size_t>(norm_.width));
 }
 
-const float* BoundNorm::run(const Thread& thread, int num_rows, const int32_t* gather) const {
-  const bool every_thread = thread.count > 1 && num_rows <= kPrivateRows;
+void BoundNorm::run(const Kernels& kernels, int start, int stop, const int32_t* gather) const {
   const size_t width = static_cast<size_t>(norm_.width);
-  float* out = every_thread
-                   ? private_.get() + static_cast<size_t>(thread.index) * kPrivateRows * width
-                   : shared_.get();
-  const Range range = every_thread ? Range{0, num_rows} : share_of(thread, num_rows);
-  const bool marks = !every_thread || thread.index == 0;
-  for (int r = range.start; r < range.stop; ++r) {
+  for (int r = start; r < stop; ++r) {
     const int row = gather != nullptr ? gather[r] : r;
     const float* x = x_.floats() + static_cast<size_t>(row) * width;
-    const bool fine = thread.pool.kernels().norm(norm_, x, out + static_cast<size_t>(r) * width);
-    if (!fine && marks) mark_fault(row_fault_.writable_ints(), row, fault_code_);
+    const bool fine = kernels.norm(norm_, x, normed_.get() + static_cast<size_t>(r) * width);
+    if (!fine) mark_fault(row_fault_.writable_ints(), row, fault_code_);
   }
-  if (!every_thread) thread.barrier();
-  return out;
 }
 
 PagedRows::PagedRows(PyObject* page_table, PyObject* row_slot, PyObject* positions,

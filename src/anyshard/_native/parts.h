@@ -49,13 +49,6 @@ struct StackUse {
 };
 StackUse check_merges(const int32_t* merges, int64_t count);
 
-// Outputs [start, stop) of a span of n for thread `index` of `count`.
-struct Range {
-  int start;
-  int stop;
-};
-Range share_of(const Thread& thread, int64_t size);
-
 // One linear of an op: panels, bias and the dealing of panels to threads.
 class BoundLinear {
  public:
@@ -67,11 +60,13 @@ class BoundLinear {
   int num_panels() const { return (linear_.num_outputs + kLanes - 1) / kLanes; }
   const Linear& linear() const { return linear_; }
   const float* bias() const { return bias_.floats(); }
-  // Panels that a thread takes at a time.
-  int chunk(int num_rows, int num_threads) const;
-  // This thread's panels of out[node][row][n]; `shares` was reset before the task.
-  void run(const Thread& thread, Shares& shares, const float* x, size_t x_stride, int num_rows,
-           float* out, size_t node_stride, size_t row_stride) const;
+  // The phase that computes it for some rows: an item is a panel.
+  Phase phase(const Pool& pool, int num_rows) const {
+    return {num_panels(), pool.chunk(num_panels(), panel_group(num_rows))};
+  }
+  // Panels [start, stop) of out[node][row][n].
+  void run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
+           int num_rows, float* out, size_t node_stride, size_t row_stride) const;
 
  private:
   Panels panels_;
@@ -85,25 +80,24 @@ void mark_fault(int32_t* row_fault, int row, int32_t code);
 // RMSNorm of the rows of a step, before the linears of an op.
 class BoundNorm {
  public:
-  BoundNorm(const Pool& pool, PyObject* x, PyObject* weight, double eps, PyObject* row_fault,
-            int fault_code, int64_t rows_max);
+  BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault, int fault_code,
+            int64_t rows_max);
 
   int width() const { return norm_.width; }
   int num_rows() const { return static_cast<int>(x_.size(0)); }
-  // Normed rows [num_rows][width], complete for the calling thread. Row r is x[gather[r]], or
-  // x[r] if gather is null. Few rows are done by every thread for itself, else they are shared
-  // and the threads meet at a barrier.
-  const float* run(const Thread& thread, int num_rows, const int32_t* gather) const;
+  // Normed rows, [rows_max][width].
+  const float* rows() const { return normed_.get(); }
+  Phase phase(const Pool& pool, int num_rows) const { return {num_rows, pool.chunk(num_rows, 1)}; }
+  // Fills rows [start, stop). Row r is x[gather[r]], or x[r] if gather is null.
+  void run(const Kernels& kernels, int start, int stop, const int32_t* gather) const;
 
  private:
-  static constexpr int kPrivateRows = 4;
   Array x_;
   Array weight_;
   Array row_fault_;
   int32_t fault_code_;
   Norm norm_;
-  Workspace shared_;
-  Workspace private_;
+  Workspace normed_;
 };
 
 // Where rows live in the paged cache, with the checks that keep a bad frame from reading outside.

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <stdexcept>
 
@@ -18,6 +19,9 @@ namespace {
 
 constexpr int kSpins = 4000;  // about 60-100 us: longer than the gap between two ops of a step
 constexpr int kMaxThreads = 256;
+constexpr int kSharesPerThread = 6;  // a slowed thread delays the end by a sixth of its share
+constexpr uint64_t kItemMask = 0xffffffff;
+constexpr uint64_t kClosed = 0x7fffffff;  // above every size
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -84,10 +88,6 @@ void Gate::wait_while(uint32_t value, bool spin) {
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-void Thread::barrier() const {
-  if (count > 1) pool.barrier();
-}
-
 Pool::Pool(int threads, const std::string& body, bool spin)
     : num_threads_(threads), body_(body), kernels_(&kernels_of(body)), spin_(spin) {
   if (threads < 1 || threads > kMaxThreads) {
@@ -122,42 +122,96 @@ void Pool::close() {
   threads_.clear();
 }
 
-void Pool::run_task(Task task, const void* context, bool alone) {
+int Pool::chunk(int64_t size, int unit) const {
+  const int64_t units = (size + unit - 1) / unit;
+  const int64_t share = num_threads_ == 1 ? units : units / (kSharesPerThread * num_threads_);
+  return static_cast<int>(std::max<int64_t>(1, share)) * unit;
+}
+
+void Pool::run_task(std::initializer_list<Phase> phases, Call call, const void* context,
+                    bool alone) {
   const std::lock_guard<std::mutex> turn(busy_);
   if (closed_) throw std::runtime_error("the pool is closed");
   const FloatEnvironment environment;
   if (alone || num_threads_ == 1) {
-    task(context, Thread{*this, 0, 1});
+    int number = 0;
+    for (const Phase& phase : phases) {
+      if (phase.size > 0) call(context, Thread{*kernels_, 0}, number, 0, phase.size);
+      ++number;
+    }
     return;
   }
-  task_ = task;
-  context_ = context;
+  publish(phases, call, context);
+  take_part(started_.read(), 0);
+}
+
+// All tickets are closed under the new number before a field changes: whoever read the old fields
+// finds no ticket of the old number any more.
+void Pool::publish(std::initializer_list<Phase> phases, Call call, const void* context) {
+  const uint64_t number = static_cast<uint64_t>(started_.read() + 1) << 32;
+  for (Counters& counters : phases_) counters.ticket.store(number | kClosed);
+  call_.store(call);
+  context_.store(context);
+  num_phases_.store(static_cast<int>(phases.size()));
+  Counters* counters = phases_;
+  for (const Phase& phase : phases) {
+    counters->done.store(0);
+    counters->size.store(phase.size);
+    counters->chunk.store(phase.chunk);
+    counters->ticket.store(number);
+    ++counters;
+  }
   started_.advance();
-  task(context, Thread{*this, 0, num_threads_});
-  barrier();
 }
 
 void Pool::serve(int index) {
+  const FloatEnvironment environment;
   uint32_t seen = 0;
   while (true) {
     started_.wait_while(seen, spin_);
-    ++seen;
+    seen = started_.read();
     if (stopping_.load()) return;
-    {
-      const FloatEnvironment environment;
-      task_(context_, Thread{*this, index, num_threads_});
-    }
-    barrier();
+    take_part(seen, index);
   }
 }
 
-void Pool::barrier() {
-  const uint32_t passed = passed_.read();
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    passed_.advance();
-  } else {
-    passed_.wait_while(passed, spin_);
+bool Pool::take(Counters& counters, uint32_t number, int size, int* start, int* stop) {
+  const int chunk = counters.chunk.load(std::memory_order_relaxed);
+  uint64_t ticket = counters.ticket.load(std::memory_order_acquire);
+  while (ticket >> 32 == number && static_cast<int64_t>(ticket & kItemMask) < size) {
+    *start = static_cast<int>(ticket & kItemMask);
+    *stop = std::min(size, *start + chunk);
+    const uint64_t next = (ticket & ~kItemMask) | static_cast<uint64_t>(*stop);
+    if (counters.ticket.compare_exchange_weak(ticket, next, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+// What is read here may belong to a later task, if this thread was late; then no ticket has this
+// task's number and nothing is taken. With a chunk in hand the task cannot end.
+void Pool::take_part(uint32_t number, int index) {
+  const Call call = call_.load();
+  const void* context = context_.load();
+  const int num_phases = num_phases_.load();
+  const Thread thread{*kernels_, index};
+  for (int phase = 0; phase < num_phases; ++phase) {
+    Counters& counters = phases_[phase];
+    const int size = counters.size.load();
+    int start = 0;
+    int stop = 0;
+    while (take(counters, number, size, &start, &stop)) {
+      call(context, thread, phase, start, stop);
+      const int count = stop - start;
+      if (counters.done.fetch_add(count, std::memory_order_acq_rel) + count == size) {
+        passed_.advance();
+      }
+    }
+    while (true) {
+      const uint32_t passed = passed_.read();
+      if (counters.done.load(std::memory_order_acquire) >= size) break;
+      if (started_.read() != number) return;
+      passed_.wait_while(passed, spin_);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// A fixed set of threads that run one task together, and the float environment they run it in.
+// A fixed set of threads that share tasks, and the float environment they run them in.
 //
 // The calling thread is thread 0; a pool of one calls the task inline. Waits spin for a while (if
 // asked to) and then sleep in the kernel, so an idle pool costs nothing.
@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,20 +41,23 @@ class alignas(64) Gate {
   std::atomic<uint32_t> sleepers_{0};
 };
 
-class Pool;
-
-// What a task sees of the thread that runs it.
+// What work sees of the thread that runs it.
 struct Thread {
-  Pool& pool;
+  const Kernels& kernels;
   int index;
-  int count;
-
-  // All threads of the task have arrived when it returns.
-  void barrier() const;
 };
 
-using Task = void (*)(const void* context, const Thread& thread);
+// A part of a task: items [0, size), handed out in chunks to whichever thread comes first; the next
+// phase starts when all are done. No result may depend on who takes what.
+struct Phase {
+  int size;
+  int chunk;
+};
 
+constexpr int kMaxPhases = 4;
+
+// Every thread takes chunks; none is waited for unless it holds one. So a thread whose core is
+// busy with something else costs its share of the speed, and not a time slice at each task.
 class Pool {
  public:
   Pool(int threads, const std::string& body, bool spin);
@@ -61,14 +65,16 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs function(thread) on every thread, or only on the caller's (`alone`: work too small to
-  // wake anybody for). One task at a time; others wait their turn.
-  template <typename Function>
-  void run(const Function& function, bool alone = false) {
-    const auto call = [](const void* context, const Thread& thread) {
-      (*static_cast<const Function*>(context))(thread);
+  // Calls work(thread, phase, start, stop) until all phases are done, on all threads or only on
+  // the caller's (`alone`: work too small to wake anybody for). One task at a time; others wait
+  // their turn.
+  template <typename Work>
+  void run(std::initializer_list<Phase> phases, const Work& work, bool alone = false) {
+    const auto call = [](const void* context, const Thread& thread, int phase, int start,
+                         int stop) {
+      (*static_cast<const Work*>(context))(thread, phase, start, stop);
     };
-    run_task(call, &function, alone);
+    run_task(phases, call, &work, alone);
   }
   // Ends the threads; a later run is refused.
   void close();
@@ -76,38 +82,42 @@ class Pool {
   int threads() const { return num_threads_; }
   const std::string& body() const { return body_; }
   const Kernels& kernels() const { return *kernels_; }
+  // Chunk that gives every thread several, in whole `unit`s.
+  int chunk(int64_t size, int unit) const;
 
  private:
-  friend struct Thread;
-  void run_task(Task task, const void* context, bool alone);
+  using Call = void (*)(const void*, const Thread&, int, int, int);
+
+  // Handed out: the task's number in the high half, so that a thread that comes late for one task
+  // cannot take from another, and the next item in the low half.
+  struct alignas(64) Counters {
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<int> done{0};
+    std::atomic<int> size{0};
+    std::atomic<int> chunk{0};
+  };
+
+  void run_task(std::initializer_list<Phase> phases, Call call, const void* context, bool alone);
+  void publish(std::initializer_list<Phase> phases, Call call, const void* context);
   void serve(int index);
-  void barrier();
+  // Takes part in the task of that number until it is done.
+  void take_part(uint32_t number, int index);
+  bool take(Counters& counters, uint32_t number, int size, int* start, int* stop);
 
   const int num_threads_;
   const std::string body_;
   const Kernels* kernels_;
   const bool spin_;
   bool closed_ = false;
-  Task task_ = nullptr;
-  const void* context_ = nullptr;
   std::mutex busy_;
-  Gate started_;
-  Gate passed_;
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<bool> stopping_{false};
+  Gate started_;  // the number of the task
+  Gate passed_;   // phases completed, of all tasks
+  Counters phases_[kMaxPhases];
+  std::atomic<int> num_phases_{0};
+  std::atomic<Call> call_{nullptr};
+  std::atomic<const void*> context_{nullptr};
+  std::atomic<bool> stopping_{false};
   std::vector<std::thread> threads_;
-};
-
-// Hands out [0, size) in chunks to whichever thread comes first; outputs do not depend on who.
-class alignas(64) Shares {
- public:
-  // Not while a task runs.
-  void reset() { next_.store(0, std::memory_order_relaxed); }
-  // Start of the next chunk; done when it is not below the size.
-  int take(int chunk) { return next_.fetch_add(chunk, std::memory_order_relaxed); }
-
- private:
-  std::atomic<int> next_{0};
 };
 
 std::vector<std::string> available_bodies();
