@@ -9,8 +9,8 @@ at most 256), F ffn here, N outputs, K inputs, V vocabulary rows here, P pages, 
 of a slot, C positions, L leaves. Panels are float32 [ceil(N/8), K, 8]; their stride between
 panels is free, so a cut of k is a view. None for panels stands for zero outputs.
 
-`leaf_lengths` [L] (at least 1 each) and `merges` [L] are the post-order program of a sum: after leaf
-i, merges[i] times left + right; L - sum(merges) nodes are left.
+`leaf_lengths` [L] (each at least 1) and `merges` [L] are the post-order program of a sum: after
+leaf i, merges[i] times left + right; L - sum(merges) nodes are left.
 
 Held by: tests/test_native_*.py.
 """
