@@ -363,14 +363,20 @@ def test_a_heartbeat_keeps_a_long_step_alive() -> None:
         front.wait_result(front.send_frame(rows(1)), deadline_s=0.3)
 
 
-def test_only_the_first_fault_is_kept() -> None:
+def test_the_last_frame_with_a_fault_is_kept() -> None:
     region = EpochRegion.create(sizes(tp=1), 1, shared=False)
     status = RankStatus(region, 0)
     front = FrontControl(region, poll=lambda: None, deadline_s=1.0)
-    assert [(v.fault_op, v.fault_layer) for v in front.statuses(settled=False)] == [(-1, -1)]
-    status.fault(op_index=3, layer=1)
-    status.fault(op_index=9, layer=2)
-    assert [(v.fault_op, v.fault_layer) for v in front.statuses(settled=False)] == [(3, 1)]
+
+    def kept() -> list[tuple[int, int]]:
+        views = front.statuses(settled=False)
+        return [(view.fault_sequence, view.fault_code) for view in views]
+
+    assert kept() == [(0, 0)]
+    status.fault(sequence=4, code=3)
+    assert kept() == [(4, 3)]
+    status.fault(sequence=7, code=9)
+    assert kept() == [(7, 9)]
     region.close_descriptors()
 
 

@@ -291,7 +291,8 @@ class Engine:
                 continue
             if result.faults[index]:
                 finished.add(row.slot)
-                events.append(self._faulted(sequence, int(result.faults[index])))
+                code = int(result.faults[index])
+                events.append(self._faulted(sequence, code, result.sequence))
             elif row.sample:
                 token = int(result.tokens[index])
                 tokens[row.slot] = token
@@ -302,9 +303,10 @@ class Engine:
         self.batch = apply(self.batch, tick, tokens, frozenset(finished))
         return events
 
-    def _faulted(self, sequence: Sequence, code: int) -> Event:
+    def _faulted(self, sequence: Sequence, code: int, step: int) -> Event:
         """The earliest op that any rank marked in this step names the fault."""
-        marked = [view.fault_op for view in self.control.statuses() if view.fault_op > 0]
+        views = self.control.statuses()
+        marked = [view.fault_code for view in views if view.fault_sequence == step]
         name = FaultCode.name(min([code, *marked]), self.config.num_layers)
         return Event(sequence.request_id, None, None, "fault", fault=name)
 

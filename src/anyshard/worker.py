@@ -181,8 +181,7 @@ class Worker:
             logits = self._sample(sampled, wanted[sampled], tokens)
         faults = self.row_fault[:rows]
         if faults.any():
-            code = int(faults[faults > 0].min())
-            status.fault(op_index=code, layer=(code - 1) // 4)
+            status.fault(sequence=frame.sequence, code=int(faults[faults > 0].min()))
         status.report(self.comm.counters)
         if self.is_sampler:
             self.control.post_result(frame.sequence, tokens, faults, logits)

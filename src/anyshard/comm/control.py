@@ -84,7 +84,10 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusView:
-    """A rank's status at one moment; `fault_op` and `fault_layer` are -1 without a fault."""
+    """A rank's status at one moment; `fault_code` is 0 without a fault.
+
+    `fault_code` belongs to frame `fault_sequence`, the last one that had a fault on this rank.
+    """
 
     rank: int
     operations: int
@@ -94,8 +97,8 @@ class StatusView:
     kv_bytes: int
     wire_bytes: dict[WireKind, int]
     wire_messages: dict[WireKind, int]
-    fault_op: int
-    fault_layer: int
+    fault_sequence: int
+    fault_code: int
 
 
 class RankStatus:
@@ -106,7 +109,7 @@ class RankStatus:
         at = region.layout.status_offset + rank * STATUS.itemsize  # "operations" comes first
         self._operations_word = memoryview(region.memory)[at : at + 8].cast("Q")
         self._operations = 0
-        self._record["fault_op"] = self._record["fault_layer"] = self._record["blamed"] = -1
+        self._record["blamed"] = -1
 
     def beat(self) -> None:
         """One more op done; the front's deadline starts anew."""
@@ -118,11 +121,10 @@ class RankStatus:
         self._record["weight_bytes"] = weight_bytes
         self._record["kv_bytes"] = kv_bytes
 
-    def fault(self, *, op_index: int, layer: int) -> None:
-        """The first op of the program that found a non-finite value; later ones are ignored."""
-        if self._record["fault_op"][0] < 0:
-            self._record["fault_op"] = op_index
-            self._record["fault_layer"] = layer
+    def fault(self, *, sequence: int, code: int) -> None:
+        """Frame `sequence` had a fault here, first of all at `code`; overwrites earlier frames'."""
+        self._record["fault_sequence"] = sequence
+        self._record["fault_code"] = code
 
     def report(self, counters: Counters) -> None:
         """Copy the wire counters out; call once a step."""
@@ -454,8 +456,8 @@ class FrontControl:
                 "dropped_frames",
                 "weight_bytes",
                 "kv_bytes",
-                "fault_op",
-                "fault_layer",
+                "fault_sequence",
+                "fault_code",
             )
             counts = {name: int(record[name][0]) for name in names}
             kinds = zip(
