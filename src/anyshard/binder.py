@@ -6,6 +6,7 @@ the ops is the program's. A step then passes row counts only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,11 +18,10 @@ from anyshard.config import ModelConfig
 from anyshard.kv import KvCache
 from anyshard.model import Op, Program, Weight
 from anyshard.ops import Kernels
+from anyshard.ops.coefficients import LOG2_E
 from anyshard.ops.exact import F32, I32
 
 __all__ = ["Binder", "FaultCode", "Workspace"]
-
-LOG2_E = 1.4426950408889634
 
 
 class Workspace(Protocol):
@@ -143,7 +143,7 @@ class Binder:
             None,
             *self._leaves(op),
             d,
-            float(np.float32(LOG2_E / d**0.5)),
+            float(np.float32(LOG2_E / math.sqrt(d))),
             w.cos,
             w.sin,
             w.positions,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from anyshard.ops.coefficients import KV_BLOCK, NORM_LANES, SCORE_LIMIT, STRIPES
 from anyshard.ops.exact import (
     EMPTY_MAX,
     F32,
@@ -44,11 +45,6 @@ __all__ = [
     "gumbel_argmax",
     "rms_norm",
 ]
-
-KV_BLOCK = 32
-STRIPES = 8
-SCORE_LIMIT = np.float32(1 << 20)
-NORM_LANES = 32
 
 
 class Pool:
@@ -271,7 +267,7 @@ class Attention:
         score = np.zeros((len(q_Hd), visible), np.float32)
         for d in range(self.head_dim):
             score = fma32(q_Hd[:, d, None], k_HdJ[:, d], score)
-        bad_H |= ~(np.abs(score) <= SCORE_LIMIT).all(axis=1)
+        bad_H |= ~(np.abs(score) <= np.float32(SCORE_LIMIT)).all(axis=1)
         score[bad_H] = 0
         new_high = np.maximum(high, np.ceil(score.max(axis=1)).astype(np.int32))
         p = np.zeros((len(q_Hd), KV_BLOCK), np.float32)

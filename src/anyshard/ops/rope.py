@@ -11,38 +11,27 @@ from decimal import Context, Decimal, localcontext
 import numpy as np
 import numpy.typing as npt
 
+from anyshard.ops.coefficients import (
+    ROPE_COS,
+    ROPE_DIGITS,
+    ROPE_HALF_PI,
+    ROPE_SIN,
+    ROPE_TWO_OVER_PI,
+)
 from anyshard.ops.exact import F32
 
 __all__ = ["rope_table"]
 
 F64 = npt.NDArray[np.float64]
 
-_SPLIT = float((1 << 27) + 1)
-_TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
-# pi/2 in three parts
-_HALF_PI = tuple(
-    float.fromhex(text)
-    for text in ("0x1.921fb54442d18p+0", "0x1.1a62633145c07p-54", "-0x1.f1976b7ed8fbcp-110")
-)
-
-
-def _inverse_factorial(n: int) -> float:
-    product = 1
-    for factor in range(2, n + 1):
-        product *= factor
-    return 1.0 / product
-
-
-# Taylor on [-pi/4, pi/4]: the first term left out is below 2^-57 of the result.
-_SIN = tuple((-1.0) ** i * _inverse_factorial(2 * i + 1) for i in range(1, 9))
-_COS = tuple((-1.0) ** i * _inverse_factorial(2 * i) for i in range(2, 10))
+_SPLIT = float((1 << 27) + 1)  # halves of a product; any such split gives the same bits
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> tuple[F64, F64]:
     """theta^(-2i/head_dim) for i < head_dim/2, as high and low float64."""
     high = np.empty(head_dim // 2)
     low = np.empty(head_dim // 2)
-    with localcontext(Context(prec=60)):
+    with localcontext(Context(prec=ROPE_DIGITS)):
         log_theta = Decimal(theta).ln()
         for i in range(head_dim // 2):
             value = (log_theta * Decimal(-2 * i) / Decimal(head_dim)).exp()
@@ -71,9 +60,9 @@ def _reduced(position: F64, high: F64, low: F64) -> tuple[npt.NDArray[np.int64],
     """Quadrant, and the angle modulo pi/2 as a double-double in about [-pi/4, pi/4]."""
     angle, angle_error = _two_product(high, position)
     angle, angle_error = _two_sum(angle, angle_error + low * position)
-    turns = np.rint(angle * _TWO_OVER_PI)
+    turns = np.rint(angle * ROPE_TWO_OVER_PI)
     rest, rest_error = angle, angle_error
-    for part in _HALF_PI:
+    for part in ROPE_HALF_PI:
         product, error = _two_product(turns, part)
         rest, carry = _two_sum(rest, -product)
         rest_error = rest_error + carry - error
@@ -89,22 +78,26 @@ def _polynomial(coefficients: tuple[float, ...], x: F64) -> F64:
 
 
 def rope_table(positions: int, head_dim: int, theta: float) -> tuple[F32, F32]:
-    """(cos, sin), each [positions, head_dim/2] float32.
+    """(cos, sin) of positions 0..positions-1, each [positions, head_dim/2] float32.
 
-    Error before the final rounding is below 2^-50, so the float32 is the correctly rounded one
-    except where the true value lies that close to a tie.
-    Source: docs/numerics.md, RoPE. Held by: test_rope.py (against 60 digits).
+    The float32 is the correctly rounded one, except where the true value lies within 2^-50 of a
+    tie. Source: docs/numerics.md, RoPE. Held by: test_rope.py (against 80 digits).
+    """
+    cos, sin = cos_sin(np.arange(positions, dtype=np.float64), head_dim, theta)
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def cos_sin(position_P: F64, head_dim: int, theta: float) -> tuple[F64, F64]:
+    """(cos, sin) [P, head_dim/2] before the rounding to float32; relative error below 2^-50.
+
+    Positions are whole numbers below 2^24. Held by: test_rope.py.
     """
     high, low = inverse_frequencies(head_dim, theta)
-    position = np.arange(positions, dtype=np.float64)[:, None]
-    quadrant, r, r_low = _reduced(position, high[None, :], low[None, :])
+    quadrant, r, r_low = _reduced(position_P[:, None], high[None, :], low[None, :])
     square = r * r
-    sin = (r * square) * _polynomial(_SIN, square) + r_low + r
-    cos = (square * square) * _polynomial(_COS, square) - (0.5 * square + r * r_low) + 1.0
+    sin = (r * square) * _polynomial(ROPE_SIN, square) + r_low + r
+    cos = (square * square) * _polynomial(ROPE_COS, square) - (0.5 * square + r * r_low) + 1.0
     swap = (quadrant & 1) == 1
     cos_sign = np.where((quadrant == 1) | (quadrant == 2), -1.0, 1.0)
     sin_sign = np.where(quadrant >= 2, -1.0, 1.0)
-    return (
-        (np.where(swap, sin, cos) * cos_sign).astype(np.float32),
-        (np.where(swap, cos, sin) * sin_sign).astype(np.float32),
-    )
+    return np.where(swap, sin, cos) * cos_sign, np.where(swap, cos, sin) * sin_sign
