@@ -61,13 +61,21 @@ def test_llama_biases_follow_the_config() -> None:
         ({"architectures": None, "model_type": None}, "architecture"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, "linear"),
+        ({"rope_scaling": {"factor": 4}}, r"rope_scaling\.factor is 4"),
+        ({"rope_scaling": [4]}, r"rope_scaling is \[4\]"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters\.factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rotary"),
+        ({"partial_rotary_factor": 0.5}, r"^partial_rotary_factor is 0\.5"),
+        ({"partial_rotary_factor": [1]}, "partial_rotary_factor"),
         ({"use_sliding_window": True}, "sliding"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": -1}, "hidden_size"),
         ({"hidden_size": True}, "hidden_size"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_key_value_heads": 3}, "4 query heads"),
-        ({"head_dim": 20}, "multiple of 8"),
+        ({"head_dim": 20}, "head_dim is 20; .* multiples of 8 up to 256"),
+        ({"head_dim": 264}, "head_dim is 264; .* multiples of 8 up to 256"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
         ({"rope_theta": float("inf")}, "rope_theta"),
         ({"vocab_size": 1 << 40}, "vocab_size"),
@@ -86,6 +94,12 @@ def test_an_hf_config_that_cannot_be_run_is_refused_by_its_field(
         ({"general.architecture": "gemma"}, "gemma"),
         ({"llama.expert_count": 8}, "expert"),
         ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"llama.rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor is 4\.0"),
+        ({"llama.rope.scale_linear": 4.0}, r"llama\.rope\.scale_linear is 4\.0"),
+        (
+            {"llama.attention.key_length": 512, "llama.rope.dimension_count": 512},
+            "head_dim is 512; .* up to 256",
+        ),
         ({"llama.rope.dimension_count": 8}, "dimension_count"),
         ({"llama.block_count": 0}, "block_count"),
         ({"llama.embedding_length": None}, "embedding_length"),
@@ -97,6 +111,18 @@ def test_gguf_metadata_that_cannot_be_run_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
         config_from_gguf(GGUF | change, has_head=True)
+
+
+def test_factors_of_one_are_taken_as_none() -> None:
+    plain = config_from_hf(HF)
+    for same in (
+        {"partial_rotary_factor": 1.0, "rope_scaling": None},
+        {"partial_rotary_factor": None, "rope_scaling": {}},
+        {"rope_parameters": {"rope_type": "default", "factor": 1, "partial_rotary_factor": 1.0}},
+    ):
+        assert config_from_hf(HF | same) == plain
+    same = {"llama.rope.scaling.factor": 1.0, "llama.rope.scale_linear": 1.0}
+    assert config_from_gguf(GGUF | same, has_head=True) == config_from_gguf(GGUF, has_head=True)
 
 
 def test_a_profile_hash_covers_every_field() -> None:

@@ -21,6 +21,7 @@ __all__ = ["LEAF", "ModelConfig", "Profile", "config_from_gguf", "config_from_hf
 
 Architecture = Literal["llama", "qwen2"]
 
+MAX_HEAD_DIM = 256  # of the native attention
 LEAF = 64  # consecutive k of one fma chain in the f32 profile (docs/numerics.md, Tree)
 
 
@@ -126,9 +127,9 @@ def _checked(config: ModelConfig) -> ModelConfig:
         raise CheckpointError(
             f"{config.num_heads} query heads do not divide into {config.num_kv_heads} KV heads"
         )
-    if config.head_dim % 8:
+    if config.head_dim % 8 or config.head_dim > MAX_HEAD_DIM:
         raise CheckpointError(
-            f"head_dim is {config.head_dim}; the panels need a multiple of 8 (64, 80, 128 are)"
+            f"head_dim is {config.head_dim}; the kernels take multiples of 8 up to {MAX_HEAD_DIM}"
         )
     return config
 
@@ -193,19 +194,32 @@ def _hf_rope_theta(raw: Mapping[str, Any]) -> float:
 def _refuse_unsupported_hf(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported; silu is")
+    _refuse_other_than_one(raw, "", "partial_rotary_factor")
     for field in ("rope_scaling", "rope_parameters"):
         scaling = raw.get(field)
-        if isinstance(scaling, Mapping):
-            kind = scaling.get("rope_type", scaling.get("type", "default"))
-            if kind != "default":
-                raise CheckpointError(f"{field} of type {kind!r} is not supported yet")
-            # transformers writes 1.0 for full rotation and refuses other values elsewhere
-            if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-                raise CheckpointError(f"{field}.partial_rotary_factor is not supported")
+        if scaling is None:
+            continue
+        if not isinstance(scaling, Mapping):
+            raise CheckpointError(f"{field} is {scaling!r:.80}; an object or null is needed")
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(f"{field} of type {kind!r:.80} is not supported yet")
+        for name in ("factor", "partial_rotary_factor"):
+            _refuse_other_than_one(scaling, f"{field}.", name)
     if raw.get("use_sliding_window"):
         raise CheckpointError("use_sliding_window is true; sliding windows are not supported")
     if raw.get("quantization_config"):
         raise CheckpointError("quantization_config is set; quantised HF files are not supported")
+
+
+def _refuse_other_than_one(fields: Mapping[str, Any], prefix: str, name: str) -> None:
+    """Refuse a factor that scales positions or cuts rotation short; null and 1 do neither.
+
+    Raises: CheckpointError naming `prefix + name`.
+    """
+    value = fields.get(name)
+    if value is not None and not (isinstance(value, (int, float)) and value == 1):
+        raise CheckpointError(f"{prefix}{name} is {value!r:.80}; only 1 is supported yet")
 
 
 def config_from_gguf(metadata: Mapping[str, Any], *, has_head: bool) -> ModelConfig:
@@ -229,6 +243,9 @@ def config_from_gguf(metadata: Mapping[str, Any], *, has_head: bool) -> ModelCon
     scaling = field("rope.scaling.type", "none")
     if scaling not in (None, "none"):
         raise CheckpointError(f"{name}.rope.scaling.type {scaling!r} is not supported yet")
+    # files without a type scale by the factor alone; rope.scale_linear is its older name
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        _refuse_other_than_one(metadata, "", f"{name}.{key}")
     hidden = _positive(field("embedding_length"), "embedding_length")
     heads = _positive(field("attention.head_count"), "attention.head_count")
     head_dim = field("attention.key_length", hidden // heads)
