@@ -66,11 +66,22 @@ class Seat:
         """Take the seat of `rank` in `region`."""
         return cls(start, rank, state, RankControl(region, rank=rank), region, kind)
 
-    def comm(self) -> Comm:
-        """Solo for a world of one, else Shm over this epoch's region."""
-        if self.start.world == 1:
-            return Solo(self.start.sizes.wires)
-        return Shm(self.region, rank=self.rank, deadline_s=self.start.deadline_s, kind=self.kind)
+    def comm(self, kind: CommKind = "shm") -> Comm:
+        """The wire asked for; the one place that chooses.
+
+        "shm" and "threads" are one body over this epoch's mapping, and Solo in a world of one;
+        "torch" imports torch here. Raises: ValueError for "solo" with more ranks, or "torch"
+        among threads; PeerLost if the peers of "torch" do not arrive.
+        """
+        wires, deadline_s = self.start.sizes.wires, self.start.deadline_s
+        if kind == "torch":
+            from anyshard.comm.torch import Torch
+
+            store_fd = self.region.store_fd
+            return Torch(wires, rank=self.rank, store_fd=store_fd, deadline_s=deadline_s)
+        if kind == "solo" or self.start.world == 1:
+            return Solo(wires)
+        return Shm(self.region, rank=self.rank, deadline_s=deadline_s, kind=self.kind)
 
 
 #: Serves frames until next_frame() returns None; an exception loses the rank.
