@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -110,6 +112,40 @@ def test_missing_demo_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_a_name_that_is_no_file_is_refused() -> None:
     with pytest.raises(CheckpointError, match="'no/such' is neither"):
         open_checkpoint("no/such")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/y.gguf", "a\0b", "é" * 200])
+def test_a_name_that_no_file_can_have_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(name)
+    sentence = str(refusal.value)
+    assert len(sentence) < 400 and "\n" not in sentence and "\0" not in sentence
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody may enter; root, whom no mode stops, becomes somebody else for a moment."""
+    is_root = os.geteuid() == 0
+    folder.chmod(0)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model", "model/config.json", "."])
+def test_a_path_that_may_not_be_entered_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    path = str(tmp_path / name)
+    with locked(tmp_path), pytest.raises(CheckpointError, match="cannot be read") as refusal:
+        open_checkpoint(path)
+    assert str(tmp_path) in str(refusal.value)
 
 
 @pytest.mark.parametrize("types", [{}, QUANTISED])

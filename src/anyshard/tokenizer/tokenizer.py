@@ -80,11 +80,6 @@ class Tokenizer:
         self.bos_id = bos_id
         self.add_bos = bos_id is not None and self.encode("", add_special=True)[:1] == [bos_id]
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Ids of raw text; `add_special` puts what the model expects around a prompt (bos).
 
