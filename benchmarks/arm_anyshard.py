@@ -48,7 +48,8 @@ def main() -> None:
         layout = plan(config, tp=tp, leaf=profile.leaf)
         group.wait_loaded()
         options = EngineOptions(threads=threads, max_num_seqs=1, max_model_len=CONTEXT)
-        engine = Engine(group, config, profile, layout, options)
+        cores = len(os.sched_getaffinity(0))
+        engine = Engine(group, config, profile, layout, options, cores=cores)
         print(json.dumps({"ready": {"body": engine.body}}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

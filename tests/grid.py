@@ -15,6 +15,7 @@ planted bug, which must change the digest.
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +37,7 @@ from anyshard.config import ModelConfig
 from anyshard.engine import Engine, EngineOptions, Event
 from anyshard.launcher import Progress, RankGroup, RankMain, Seat, ThreadGroup, fork_launcher
 from anyshard.layout import Layout, plan
-from anyshard.ledger import WireCost, wire_cost
+from anyshard.ledger import StepShape, WireCost, wire_cost
 from anyshard.model import Program, Weight, program
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
@@ -318,6 +319,7 @@ def run_cell(
     start = time.monotonic()
     requests = _requests(model, cell, want_logits=want_logits)
     group = open_group(model.served, rank_body, comm=cell.comm)
+    steps: list[StepShape] = []
     try:
         length = cell.prompt_tokens + cell.num_tokens
         pages = len(requests) * -(-length // 32)
@@ -337,19 +339,21 @@ def run_cell(
                 page_order=shuffled_pages(pages) if cell.shuffled else None,
                 poison=cell.poison,
             ),
+            cores=len(os.sched_getaffinity(0)),
+            steps=steps,
         )
         collected = {engine.submit(request): _Collected() for request in requests}
         for event in engine.run():
             collected[event.request_id].add(event)
         statuses = engine.control.statuses()
-        costs = [wire_cost(each, engine.steps) for each in engine.programs]
+        costs = [wire_cost(each, steps) for each in engine.programs]
         weight_bytes = [each.weight_bytes for each in engine.programs]
         engine.close()
     finally:
         group.close()
     found = {request.prompt: got for request, got in zip(requests, collected.values(), strict=True)}
     mine = found.pop(model.prompt[: cell.prompt_tokens])
-    num_rows = sum(step.rows for step in engine.steps)
+    num_rows = sum(step.rows for step in steps)
     return Outcome(
         digest=mine.digest.hexdigest(),
         tokens=tuple(mine.tokens),

@@ -215,6 +215,7 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
             poison=True,
             page_order=shuffled_pages(9),
         ),
+        cores=2,
     )
     found: dict[int, list[bytes]] = {}
 

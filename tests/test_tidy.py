@@ -41,10 +41,10 @@ TORCH_IMPORTERS = ("comm/torch.py",)
 # Where floats may be reduced: by a written order.
 REDUCERS = ("ops/",)
 
-PRINTERS = ("cli.py",)
+PRINTERS = ("cli/",)
 
 # Who may read or set the process environment.
-ENVIRONMENT_READERS = ("cli.py",)
+ENVIRONMENT_READERS = ("cli/",)
 
 # Never at run time. multiprocessing sends its objects pickled.
 FORBIDDEN_MODULES = {

@@ -52,26 +52,27 @@ class Workspace(Protocol):
 
 
 class FaultCode:
-    """Numbers that a kernel writes into row_fault: 1 + 4 * layer + place; the head comes last."""
+    """Numbers that a kernel writes into row_fault: 1 + 3 * layer + place; the head comes last."""
 
     PLACES = ("qkv", "attention", "gate_up")
 
     @classmethod
     def of(cls, layer: int, place: str) -> int:
         """The code of an op of a layer."""
-        return 1 + 4 * layer + cls.PLACES.index(place)
+        return 1 + len(cls.PLACES) * layer + cls.PLACES.index(place)
 
     @classmethod
     def head(cls, num_layers: int) -> int:
         """The code of the final norm and head."""
-        return 1 + 4 * num_layers
+        return 1 + len(cls.PLACES) * num_layers
 
     @classmethod
     def name(cls, code: int, num_layers: int) -> str:
         """`layers.3.attention` or `head`."""
         if code >= cls.head(num_layers):
             return "head"
-        return f"layers.{(code - 1) // 4}.{cls.PLACES[(code - 1) % 4]}"
+        layer, place = divmod(code - 1, len(cls.PLACES))
+        return f"layers.{layer}.{cls.PLACES[place]}"
 
 
 class Binder:
@@ -89,7 +90,7 @@ class Binder:
         bound: Callable[[Op], Callable[[int], None]] = getattr(self, f"_{op.kind}")
         return bound(op)
 
-    def _matrix(self, weight: Weight, leaf_lengths: tuple[int, ...] = ()) -> F32:
+    def _matrix(self, weight: Weight) -> F32:
         """Panels of a cut: whole panels of its rows, a stride of its columns."""
         assert weight.columns is not None and weight.rows[0] % 8 == 0
         panels = self.w.image.panels(weight.name)

@@ -6,10 +6,9 @@ again. Knows nothing of text: stop strings and detokenising are the caller's, th
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -27,21 +26,29 @@ from anyshard.launcher import EpochSizes, Progress, RankGroup, Start
 from anyshard.layout import Layout
 from anyshard.ledger import StepShape
 from anyshard.model import Program, program
-from anyshard.ops import KernelChoice, choose_body
+from anyshard.ops import Body, KernelChoice, choose_body
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
-from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, RankPlan, Served, wire_sizes
+from anyshard.worker import (
+    ROW_LOGITS,
+    ROW_SAMPLE,
+    ROW_WHOLE,
+    RankPlan,
+    Served,
+    wire_sizes,
+)
 
 __all__ = [
     "Engine",
     "EngineOptions",
+    "EpochPlan",
     "Event",
     "FinishReason",
-    "Served",
     "f32_profile",
     "loader",
+    "plan_epoch",
 ]
 
 FinishReason = Literal["stop", "length", "fault"]
@@ -95,92 +102,123 @@ class Event:
 
 @dataclass
 class Timings:
-    """When things happened, in seconds of the monotonic clock, and how many tokens they moved."""
+    """Seconds spent in steps and the tokens that they moved; a mixed step counts by its rows."""
 
-    first_frame: float = 0.0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
+class EpochPlan:
+    """All sizes of an epoch, fixed before a rank exists."""
+
+    ranks: RankPlan
+    sizes: EpochSizes
+    limits: Limits
+    pages: tuple[int, ...]
+
+
+def plan_epoch(
+    programs: list[Program], options: EngineOptions, *, body: Body, threads: int, spin: bool
+) -> EpochPlan:
+    """Turn options into sizes. Pure."""
+    here = programs[0]
+    config, profile, layout = here.config, here.profile, here.layout
+    slots = options.max_num_seqs
+    blocks = pages_for(options.max_model_len, block=profile.kv_block)
+    pages = options.page_order or tuple(range(slots * blocks))
+    limits = Limits(
+        rows_max=options.chunk + slots,
+        chunk=options.chunk,
+        num_slots=slots,
+        block=profile.kv_block,
+    )
+    ranks = RankPlan(
+        heads=layout.heads,
+        ffn=layout.ffn,
+        vocab=layout.vocab,
+        layers=layout.layers,
+        kernels=body,
+        comm="shm" if options.comm == "auto" else options.comm,
+        threads=threads,
+        spin=spin,
+        rows_max=limits.rows_max,
+        sampled_max=slots,
+        num_slots=slots,
+        num_pages=len(pages),
+        max_model_len=options.max_model_len,
+        profile_sha256=profile.sha256(),
+        poison=options.poison,
+    )
+    sizes = EpochSizes(
+        wires=wire_sizes(config, ranks, max(each.exchange_nodes for each in programs)),
+        control=ControlSizes(
+            rows_max=limits.rows_max,
+            pages_max=len(pages),
+            note_bytes=64 + 192 * slots,
+            logit_rows=slots,
+            vocab=config.vocab,
+        ),
+        spin_us=SPIN_US if spin else 0,
+    )
+    return EpochPlan(ranks, sizes, limits, pages)
+
+
 class Engine:
     """One epoch of a rank group, and the requests in it.
 
-    `epoch` grows with every engine on the same group.
+    `epoch` grows with every engine on the same group; `cores` are those that the ranks share.
+    A list given as `steps` receives the shape of every step, for the ledger.
 
-    Raises from `run`: PeerLost when a rank is lost.
+    Raises: PeerLost, here and from `run`, when a rank is lost.
     """
 
-    group: RankGroup
-    config: ModelConfig
-    profile: Profile
-    layout: Layout
-    options: EngineOptions
-    epoch: int = 1
-    steps: list[StepShape] = field(default_factory=list)
-    timings: Timings = field(default_factory=Timings)
-
-    def __post_init__(self) -> None:
-        cores = len(os.sched_getaffinity(0))
-        world, options = self.layout.world, self.options
-        self.threads = options.threads or max(1, cores // world)
+    def __init__(
+        self,
+        group: RankGroup,
+        config: ModelConfig,
+        profile: Profile,
+        layout: Layout,
+        options: EngineOptions,
+        *,
+        cores: int,
+        epoch: int = 1,
+        steps: list[StepShape] | None = None,
+    ) -> None:
+        self.group, self.config, self.profile = group, config, profile
+        self.layout, self.options, self.cores, self.steps = layout, options, cores, steps
+        self.timings = Timings()
+        world = layout.world
         self.body = choose_body(options.kernels)
-        self.comm = "shm" if options.comm == "auto" else options.comm
-        spin = world * self.threads <= cores
-        slots = options.max_num_seqs
-        blocks = pages_for(options.max_model_len, block=self.profile.kv_block)
-        pages = options.page_order or tuple(range(slots * blocks))
-        self.limits = Limits(
-            rows_max=options.chunk + slots,
-            chunk=options.chunk,
-            num_slots=slots,
-            block=self.profile.kv_block,
-        )
-        self.programs: list[Program] = [
-            program(self.config, self.profile, self.layout, rank) for rank in range(world)
-        ]
-        plan = RankPlan(
-            heads=self.layout.heads,
-            ffn=self.layout.ffn,
-            vocab=self.layout.vocab,
-            layers=self.layout.layers,
-            kernels=self.body,
-            comm=self.comm,
+        # a reference body has one thread, whatever was asked for
+        asked = options.threads or max(1, cores // world)
+        self.threads = 1 if self.body == "reference" else asked
+        self.crowded = world * self.threads > cores
+        self.programs = [program(config, profile, layout, rank) for rank in range(world)]
+        plan = plan_epoch(
+            self.programs,
+            options,
+            body=self.body,
             threads=self.threads,
-            spin=spin,
-            rows_max=self.limits.rows_max,
-            sampled_max=slots,
-            num_slots=slots,
-            num_pages=len(pages),
-            max_model_len=options.max_model_len,
-            profile_sha256=self.profile.sha256(),
-            poison=options.poison,
+            spin=not self.crowded,
         )
-        nodes_max = max(program_.exchange_nodes for program_ in self.programs)
-        sizes = EpochSizes(
-            wires=wire_sizes(self.config, plan, nodes_max),
-            control=ControlSizes(
-                rows_max=plan.rows_max,
-                pages_max=len(pages),
-                note_bytes=64 + 192 * slots,
-                logit_rows=slots,
-                vocab=self.config.vocab,
-            ),
-            spin_us=SPIN_US if spin else 0,
-        )
+        self.comm, self.limits, self._num_pages = plan.ranks.comm, plan.limits, len(plan.pages)
         self.batch = Batch(
-            waiting=(), running=(), free_slots=tuple(range(slots)), pool=PagePool.of(pages)
+            waiting=(),
+            running=(),
+            free_slots=tuple(range(options.max_num_seqs)),
+            pool=PagePool.of(plan.pages),
         )
         self._next_id = 0
         self._prompt_tokens = 0
         self._cancelled: set[int] = set()
-        self.control: FrontControl = self.group.start(
+        self.control: FrontControl = group.start(
             Start(
-                epoch=self.epoch,
-                payload=msgspec.msgpack.encode(plan),
-                sizes=sizes,
+                epoch=epoch,
+                payload=msgspec.msgpack.encode(plan.ranks),
+                sizes=plan.sizes,
                 deadline_s=options.deadline_s,
             )
         )
@@ -190,12 +228,10 @@ class Engine:
 
         Raises: PromptTooLong if prompt and answer exceed the context.
         """
-        total = len(request.prompt) + request.max_tokens
-        if total > self.options.max_model_len:
+        limit = min(self.options.max_model_len, self._num_pages * self.limits.block)
+        if len(request.prompt) + request.max_tokens > limit:
             raise PromptTooLong(
-                prompt_tokens=len(request.prompt),
-                max_tokens=request.max_tokens,
-                limit=self.options.max_model_len,
+                prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=limit
             )
         assert all(0 <= token < self.config.vocab for token in request.prompt)
         self._prompt_tokens += len(request.prompt)
@@ -219,6 +255,7 @@ class Engine:
             if not self.batch.busy:
                 return
             tick, self.batch = next_tick(self.batch, self.limits)
+            assert tick.rows, "submit refuses what the pages never hold"
             before = self.timings.prefill_tokens
             result = self._step(tick)
             if on_prefill is not None and self.timings.prefill_tokens > before:
@@ -241,37 +278,39 @@ class Engine:
         result = self.control.wait_result(
             sequence, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
-        self._account(tick, time.monotonic() - start, start)
+        self._account(tick, time.monotonic() - start)
         return result
 
     def _frame(self, tick: Tick) -> tuple[np.ndarray, np.ndarray, bytes]:
         requests = {s.slot: s.request for s in self.batch.running}
         rows = np.zeros(len(tick.rows), ROW)
         for index, row in enumerate(tick.rows):
-            wanted = ROW_LOGITS if requests[row.slot].want_logits else 0
-            flags = (ROW_SAMPLE | wanted) if row.sample else 0
+            request = requests[row.slot]
+            flags = 0
+            if row.sample:
+                flags |= ROW_SAMPLE
+                flags |= ROW_LOGITS if request.want_logits else 0
+                flags |= ROW_WHOLE if request.needs_logits else 0
             rows[index] = (row.slot, row.position, row.token, 0, flags)
         pages = [(s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)]
         drawn: dict[int, Sampling] = {s.slot: s.request.sampling for s in tick.admitted}
         note = msgspec.msgpack.encode(drawn) if drawn else b""
         return rows, np.array(pages, PAGE), note
 
-    def _account(self, tick: Tick, seconds: float, start: float) -> None:
+    def _account(self, tick: Tick, seconds: float) -> None:
         by_slot = {s.slot: s for s in self.batch.running}
-        sampled = [by_slot[row.slot].request for row in tick.rows if row.sample]
-        whole = any(r.want_logits or not r.sampling.greedy for r in sampled)
-        self.steps.append(StepShape(len(tick.rows), len(sampled), whole))
-        timings = self.timings
-        timings.first_frame = timings.first_frame or start
+        if self.steps is not None:
+            sampled = [by_slot[row.slot].request for row in tick.rows if row.sample]
+            whole = any(request.needs_logits for request in sampled)
+            self.steps.append(StepShape(len(tick.rows), len(sampled), whole))
         prefill = sum(
             1 for row in tick.rows if row.position < len(by_slot[row.slot].request.prompt)
         )
-        if prefill:
-            timings.prefill_s += seconds
-            timings.prefill_tokens += prefill
-        else:
-            timings.decode_s += seconds
-            timings.decode_tokens += len(tick.rows)
+        decode = len(tick.rows) - prefill
+        self.timings.prefill_s += seconds * prefill / len(tick.rows)
+        self.timings.decode_s += seconds * decode / len(tick.rows)
+        self.timings.prefill_tokens += prefill
+        self.timings.decode_tokens += decode
 
     def _finish(self, tick: Tick, result: Result) -> list[Event]:
         """Apply a result: append tokens, free what ended, and say what happened."""
@@ -304,7 +343,10 @@ class Engine:
         return events
 
     def _faulted(self, sequence: Sequence, code: int, step: int) -> Event:
-        """The earliest op that any rank marked in this step names the fault."""
+        """The earliest op that any rank marked in this step names the fault.
+
+        Several requests that fail in one step are all named by the earliest.
+        """
         views = self.control.statuses()
         marked = [view.fault_code for view in views if view.fault_sequence == step]
         name = FaultCode.name(min([code, *marked]), self.config.num_layers)

@@ -37,7 +37,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
-        _require(0 <= self.top_k <= 1 << 30, "top-k", self.top_k, "0 (off) and up")
+        _require(0 <= self.top_k <= 1 << 30, "top-k", self.top_k, "0 (off) to 2^30")
         _require(0.0 < self.top_p <= 1.0, "top-p", self.top_p, "above 0, up to 1 (off)")
         _require(0.0 <= self.min_p <= 1.0, "min-p", self.min_p, "0 (off) to 1")
         _require(0 <= self.seed < 1 << 64, "seed", self.seed, "0 to 2^64-1")
@@ -60,6 +60,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
     want_logits: bool = False
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the sampler must see whole rows: for the caller, for noise or for a filter."""
+        return self.want_logits or not self.sampling.greedy
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -30,6 +30,7 @@ from anyshard.request import Sampling
 __all__ = [
     "ROW_LOGITS",
     "ROW_SAMPLE",
+    "ROW_WHOLE",
     "RankPlan",
     "Served",
     "Worker",
@@ -38,7 +39,8 @@ __all__ = [
 ]
 
 ROW_SAMPLE = 1  # flag bits of a frame's row: a token is wanted after it,
-ROW_LOGITS = 2  # and the logits too
+ROW_LOGITS = 2  # and the logits too;
+ROW_WHOLE = 4  # the sampler needs the whole row of logits, not just each rank's best
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,8 +210,8 @@ class Worker:
         for run in self.head:
             run(count)
         drawn = [self.sampling.get(int(slot), Sampling()) for slot in self.row_slot[sampled]]
-        whole = bool((flags & ROW_LOGITS).any()) or not all(s.greedy for s in drawn)
-        if not whole and self.comm.tp > 1:
+        if self.comm.tp > 1 and not (flags & (ROW_LOGITS | ROW_WHOLE)).any():
+            assert all(sampling.greedy for sampling in drawn)
             self._exchange_pairs(sampled, tokens)
             return None
         if self.comm.tp > 1:
@@ -235,10 +237,10 @@ class Worker:
     def _gather_logits(self, count: int) -> None:
         exchange = self.comm.exchange("logits")
         parity, mine = exchange.parity, self.shard_RV[:count].size
+        spans = self.plan.layout.vocab
         exchange.send_buffer(parity)[:mine] = self.shard_RV[:count].reshape(-1)
-        exchange.run(mine, mine)
+        exchange.run(mine, count * max(stop - start for start, stop in spans))
         if self.is_sampler:
-            spans = self.plan.layout.vocab
             for (start, stop), source in zip(spans, exchange.sources(parity), strict=True):
                 shard = source[: count * (stop - start)].reshape(count, stop - start)
                 self.logits_RV[:count, start:stop] = shard
@@ -268,7 +270,7 @@ class Worker:
             return np.array([-np.inf, 0], np.float32)
         best, value = self.kernels.module.argmax(shard)
         token = np.array([self.program.vocab[0] + max(best, 0)], np.int32)
-        return np.array([np.nan if best < 0 else value, token.view(np.float32)[0]], np.float32)
+        return np.array([value, token.view(np.float32)[0]], np.float32)
 
 
 def _is_head(op: Op) -> bool:

@@ -1,0 +1,76 @@
+"""The verbs, and the only prints: stdout holds the answer or the JSON, stderr all the rest.
+
+Turns exceptions into one sentence and an exit code: 0 fine, 1 internal, 2 usage or bad input,
+4 a difference, 5 a lost peer, 130 Ctrl-C, 143 SIGTERM. Every flag is also `ANYSHARD_*`. What is
+heavy is imported only after the command line is known to be right.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cyclopts import App
+from cyclopts.config import Env
+from cyclopts.exceptions import CycloptsError
+
+from anyshard import __version__
+from anyshard.cli.generate import generate
+from anyshard.errors import AnyshardError
+
+__all__ = ["app", "main"]
+
+app = App(
+    name="anyshard",
+    help="Split an LLM any way. Get the same bits.",
+    version=__version__,
+    config=Env("ANYSHARD_", command=False),
+)
+app.command(generate)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code.
+
+    Held by: test_cli.py.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    # before NumPy is imported: its BLAS would start threads that a fork does not survive
+    os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # text that the terminal's encoding lacks shows as ?, and ends nothing
+            stream.reconfigure(errors="replace")
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        return code if isinstance(code, int) else 0
+    except CycloptsError as error:
+        return _say(f"{str(error).rstrip('.')}; see anyshard --help", 2)
+    except KeyboardInterrupt:
+        return _say("interrupted; all ranks are ended", 130)
+    except BrokenPipeError:
+        _abandon_stdout()  # its reader left; nothing more can be said there
+        return 0
+    except AnyshardError as error:
+        return _say("\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
+    except OSError as error:
+        _abandon_stdout()
+        return _say(f"the system refused: {error}", 1)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"anyshard: {text}", file=sys.stderr)
+    return code
+
+
+def _abandon_stdout() -> None:
+    """Whatever is still buffered goes nowhere, so that the exit does not fail again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _terminated(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)

@@ -1,0 +1,204 @@
+"""The flags that verbs share, as records: their names, their ranges, what they mean.
+
+Knows nothing of models; a value that no model could take is refused here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from anyshard.errors import OptionError
+from anyshard.request import Sampling
+
+__all__ = ["PromptFlags", "SamplingFlags", "SplitFlags"]
+
+
+def _one_item(type_: Any, value: str, delimiter: str | None = None) -> list[str]:
+    """An environment variable holds one text, spaces and all."""
+    return [value]
+
+
+Text = Parameter(negative="", allow_leading_hyphen=True, env_var_split=_one_item)
+Flag = Parameter(negative="")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SplitFlags:
+    """How the model is split and run; none of it changes a bit."""
+
+    tensor_parallel_size: Annotated[
+        int | None, Parameter(name=["--tensor-parallel-size", "-tp"])
+    ] = None
+    "Ranks that share each layer, 1 to the number of query heads."
+    pipeline_parallel_size: Annotated[
+        int | None, Parameter(name=["--pipeline-parallel-size", "-pp"])
+    ] = None
+    "Stages that share the layers, 1 to the number of layers."
+    heads: str | None = None
+    "Query heads of each rank, such as 5,4; implies -tp."
+    layers: str | None = None
+    "Layers of each stage, such as 22,8; implies -pp."
+    threads: int | None = None
+    "Threads per rank; by default cores divided by ranks, at least 1."
+    chunk: int = 256
+    "Most rows of one prompt in a step."
+    comm: Literal["auto", "shm", "torch", "threads"] = "auto"
+    "Ranks as processes over shared memory (auto, shm) or Gloo (torch), or as threads."
+    kernels: Literal["auto", "avx2", "scalar", "reference"] = "auto"
+    "Kernel bodies; all have the same bits. auto takes the fastest here."
+    max_model_len: int | None = None
+    "Tokens that a prompt and its answer may hold together; by default as many as asked for."
+    max_num_seqs: int = 32
+    "Prompts in flight at once."
+    deadline: float = 10.0
+    "Seconds without a sign of life after which a rank counts as lost."
+
+    def __post_init__(self) -> None:
+        in_range("tensor-parallel-size", self.tensor_parallel_size, 1, 1 << 16)
+        in_range("pipeline-parallel-size", self.pipeline_parallel_size, 1, 1 << 16)
+        in_range("threads", self.threads, 1, 256)
+        in_range("chunk", self.chunk, 1, 1 << 16)
+        in_range("max-model-len", self.max_model_len, 2, 1 << 24)
+        in_range("max-num-seqs", self.max_num_seqs, 1, 4096)
+        in_range("deadline", self.deadline, 0.1, 86400.0)
+        for flag, asked, cut in (
+            ("-tp", self.tensor_parallel_size, self.head_counts),
+            ("-pp", self.pipeline_parallel_size, self.layer_counts),
+        ):
+            if asked is not None and cut is not None and asked != len(cut):
+                name = "--heads" if flag == "-tp" else "--layers"
+                raise OptionError(
+                    f"{flag} {asked} contradicts {name}, which has {len(cut)} parts; drop one"
+                )
+        if self.comm == "torch" and importlib.util.find_spec("torch") is None:
+            raise OptionError(
+                "--comm torch needs torch, which is not installed; pip install 'anyshard[torch]', "
+                "or leave --comm out"
+            )
+
+    @property
+    def head_counts(self) -> tuple[int, ...] | None:
+        """--heads as numbers."""
+        return _counts(self.heads, "--heads")
+
+    @property
+    def layer_counts(self) -> tuple[int, ...] | None:
+        """--layers as numbers."""
+        return _counts(self.layers, "--layers")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are drawn, and when an answer ends."""
+
+    max_tokens: int | None = None
+    "Longest answer in tokens; 128, or what the context leaves if that is less."
+    temperature: float = 0.0
+    "0 is greedy; above it, the noise is drawn from --seed, position and token id."
+    top_k: int = 0
+    "Sample among the k best tokens; 0 is all."
+    top_p: float = 1.0
+    "Sample among the best tokens that hold this share of probability; 1 is all."
+    min_p: float = 0.0
+    "Drop tokens below this share of the best one's probability; 0 drops none."
+    seed: int = 0
+    "Key of the sampling noise, 0 to 2^64-1."
+    stop: Annotated[list[str] | None, Text] = None
+    "Text that ends the answer and is not shown; repeat for several."
+    ignore_eos: Annotated[bool, Flag] = False
+    "Go on past the model's end-of-text tokens."
+
+    def __post_init__(self) -> None:
+        in_range("max-tokens", self.max_tokens, 1, 1 << 24)
+        if any(not text for text in self.stop or ()):
+            raise OptionError("--stop is empty; give the text that should end the answer")
+
+    def sampling(self) -> Sampling:
+        """The record that travels to the sampler. Raises: OptionError naming the flag."""
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PromptFlags:
+    """Where the text comes from."""
+
+    prompt: Annotated[list[str] | None, Text] = None
+    "Text to continue; repeat it for a batch."
+    prompts: str | None = None
+    'A JSON-lines file of prompts: strings, or objects with "prompt" and "max_tokens".'
+    chat: Annotated[bool, Flag] = False
+    "Wrap each prompt as a user message in the model's chat template."
+
+    def read(self) -> tuple[tuple[str, int | None], ...]:
+        """(text, max_tokens or None) of every prompt.
+
+        Raises: OptionError naming the file and line, or the empty prompt.
+        """
+        texts: list[tuple[str, int | None]] = [(text, None) for text in self.prompt or ()]
+        if self.prompts is not None:
+            texts += list(_prompts_file(self.prompts))
+        if not texts:
+            raise OptionError("no prompt; give --prompt TEXT or --prompts FILE.jsonl")
+        for index, (text, _) in enumerate(texts):
+            if not text:
+                raise OptionError(f"prompt {index + 1} is empty; give at least one token of text")
+        return tuple(texts)
+
+
+def in_range(name: str, value: float | None, least: float, most: float) -> None:
+    """Raises: OptionError with the value and what is possible, unless None or in range."""
+    if value is not None and not least <= value <= most:
+        raise OptionError(f"--{name} is {value}; it can be {least} to {most}")
+
+
+def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"{flag} is {text!r}; whole numbers such as 5,4 are needed") from None
+
+
+def _prompts_file(path: str) -> Iterator[tuple[str, int | None]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            lines = file.read().split("\n")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise OptionError(f"--prompts {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _prompt_of(line, f"--prompts {path} line {number}")
+
+
+def _prompt_of(line: str, place: str) -> tuple[str, int | None]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise OptionError(f"{place} is not JSON") from None
+    if isinstance(entry, str):
+        entry = {"prompt": entry}
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+        raise OptionError(f'{place}: a string or an object with "prompt" is needed')
+    unknown: Sequence[str] = sorted(set(entry) - {"prompt", "max_tokens"})
+    if unknown:
+        raise OptionError(f"{place}: unknown field {unknown[0]!r}")
+    limit = entry.get("max_tokens")
+    if limit is not None and (type(limit) is not int or not 1 <= limit <= 1 << 24):
+        raise OptionError(f"{place}: max_tokens is {limit!r}; it can be 1 to {1 << 24}")
+    return entry["prompt"], limit

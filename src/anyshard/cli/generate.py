@@ -1,0 +1,322 @@
+"""`anyshard generate`: load, split, stream one or several answers, report.
+
+Knows the engine's front half only: which ranks exist and how they talk is the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
+from anyshard.cli.screen import Bar
+from anyshard.errors import OptionError, PromptTooLong
+
+if TYPE_CHECKING:
+    from anyshard.answer import Answer
+    from anyshard.config import ModelConfig
+    from anyshard.engine import Engine
+    from anyshard.launcher import RankGroup
+    from anyshard.request import Request
+    from anyshard.tokenizer import Tokenizer
+
+__all__ = ["generate"]
+
+DEFAULT_MAX_TOKENS = 128
+FAULT_EXIT = 1
+
+
+def generate(
+    model: str | None = None,
+    /,
+    *,
+    prompts: PromptFlags = PromptFlags(),
+    sampling: SamplingFlags = SamplingFlags(),
+    split: SplitFlags = SplitFlags(),
+    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Continue one or several prompts, on any split of the model, with the same bits.
+
+    Parameters
+    ----------
+    model
+        A .gguf file or a Hugging Face directory; without it the demo model, SmolLM2-135M.
+    json_output
+        Print one JSON object, with tokens, digest, layout, timings and bytes per rank.
+    """
+    return _Generate(model, prompts, sampling, split, as_json=json_output).run()
+
+
+@dataclass
+class _Outcome:
+    """One prompt on its way: what was asked, what came, and how it ended."""
+
+    request: Request
+    answer: Answer
+    reason: str = ""
+    fault: str | None = None
+
+
+class _Generate:
+    """Runs one checked command line."""
+
+    def __init__(
+        self,
+        model: str | None,
+        prompts: PromptFlags,
+        sampling: SamplingFlags,
+        split: SplitFlags,
+        *,
+        as_json: bool,
+    ) -> None:
+        self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
+        self.chat, self.texts = prompts.chat, prompts.read()
+        self.sampling = sampling.sampling()
+        self.start_s = time.monotonic()
+        self.ready_s = self.first_token_s = self.start_s
+
+    def run(self) -> int:
+        """Print the answers or the JSON; returns the exit code.
+
+        Raises: UserError, PeerLost.
+        """
+        from anyshard.engine import loader
+        from anyshard.launcher import ThreadGroup, fork_launcher
+        from anyshard.worker import rank_main
+
+        load = loader(self.model, threads=len(os.sched_getaffinity(0)))
+        group: RankGroup
+        if self.split.comm == "threads":
+            group = ThreadGroup(load, rank_main)
+        else:
+            group = fork_launcher(load, rank_main, deadline_s=self.split.deadline)
+        try:
+            return self._with(group)
+        finally:
+            group.close()
+
+    def _with(self, group: RankGroup) -> int:
+        from anyshard.checkpoint import open_checkpoint
+        from anyshard.engine import Engine, EngineOptions, f32_profile
+        from anyshard.layout import plan
+        from anyshard.tokenizer import open_tokenizer
+
+        split, checkpoint = self.split, open_checkpoint(self.model)
+        config, profile = checkpoint.config, f32_profile()
+        layout = plan(
+            config,
+            tp=split.tensor_parallel_size or 1,
+            pp=split.pipeline_parallel_size or 1,
+            heads=split.head_counts,
+            layers=split.layer_counts,
+            leaf=profile.leaf,
+        )
+        limit = self._limit(config)
+        tokenizer = open_tokenizer(checkpoint)
+        requests = [self._request(*text, tokenizer, limit) for text in self.texts]
+        if split.max_model_len is None:
+            needed = max(len(request.prompt) + request.max_tokens for request in requests)
+            limit = min(limit, -(-needed // profile.kv_block) * profile.kv_block)
+        with Bar("loading weights") as bar:
+            group.wait_loaded(bar.update)
+        engine = Engine(
+            group,
+            config,
+            profile,
+            layout,
+            EngineOptions(
+                kernels=split.kernels,
+                comm=split.comm,
+                threads=split.threads,
+                chunk=min(split.chunk, limit),
+                max_num_seqs=min(split.max_num_seqs, len(requests)),
+                max_model_len=limit,
+                deadline_s=split.deadline,
+            ),
+            cores=len(os.sched_getaffinity(0)),
+        )
+        if engine.crowded:
+            print(
+                f"note: {layout.world} ranks x {engine.threads} threads on {engine.cores} cores "
+                "take turns; that costs speed, not bits",
+                file=sys.stderr,
+            )
+        self.ready_s = time.monotonic()
+        outcomes = self._stream(engine, requests, tokenizer)
+        self._report(engine, outcomes)
+        engine.close()
+        return FAULT_EXIT if any(outcome.fault for outcome in outcomes) else 0
+
+    def _limit(self, config: ModelConfig) -> int:
+        """Tokens that a prompt and its answer may hold. Raises: OptionError over the context."""
+        asked = self.split.max_model_len
+        if asked is not None and asked > config.context:
+            raise OptionError(
+                f"--max-model-len is {asked}; the model's context holds {config.context}"
+            )
+        return asked or config.context
+
+    def _request(
+        self, text: str, max_tokens: int | None, tokenizer: Tokenizer, limit: int
+    ) -> Request:
+        from anyshard.request import Request
+
+        if self.chat:
+            prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+        else:
+            prompt = tokenizer.encode(text, add_special=True)
+        room = limit - len(prompt)
+        if max_tokens is None:
+            max_tokens = self.flags.max_tokens
+        if max_tokens is None:
+            max_tokens = min(DEFAULT_MAX_TOKENS, max(1, room))
+        if max_tokens > room:
+            raise PromptTooLong(prompt_tokens=len(prompt), max_tokens=max_tokens, limit=limit)
+        return Request(
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=self.sampling,
+            stop_ids=frozenset() if self.flags.ignore_eos else tokenizer.eos_ids,
+            want_logits=True,
+        )
+
+    def _stream(
+        self, engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer
+    ) -> list[_Outcome]:
+        """Run all requests to their ends; a single plain answer shows as it comes."""
+        from anyshard.answer import Answer
+
+        outcomes = [
+            _Outcome(
+                request,
+                Answer(
+                    tokenizer.stream_decoder(),
+                    stop=self.flags.stop or (),
+                    stop_ids=request.stop_ids,
+                ),
+            )
+            for request in requests
+        ]
+        for request in requests:
+            engine.submit(request)
+        with Bar("reading the prompt") as bar:
+            self._consume(engine, outcomes, bar)
+        return outcomes
+
+    def _consume(self, engine: Engine, outcomes: list[_Outcome], bar: Bar) -> None:
+        live = not self.as_json and len(outcomes) == 1
+        for event in engine.run(bar.update):
+            outcome = outcomes[event.request_id]
+            answer = outcome.answer
+            if self.first_token_s == self.start_s:
+                self.first_token_s = time.monotonic()
+            shown = "" if event.token is None else answer.push(event.token, event.logits)
+            outcome.reason, outcome.fault = event.finish or "", event.fault
+            if outcome.reason:
+                shown += answer.finish()
+            elif answer.stopped:
+                engine.cancel(event.request_id)
+            if answer.stopped:
+                outcome.reason = "stop"
+            if live:
+                print(shown, end="", flush=True)
+            elif outcome.reason and not self.as_json:
+                print(f"[{event.request_id + 1}] {answer.text}", flush=True)
+
+    def _report(self, engine: Engine, outcomes: list[_Outcome]) -> None:
+        if self.as_json:
+            print(json.dumps(self._json(engine, outcomes)))
+        else:
+            if len(outcomes) == 1:
+                print()
+            self._figures(engine, outcomes)
+        for index, outcome in enumerate(outcomes):
+            if outcome.fault:
+                print(
+                    f"anyshard: prompt {index + 1} failed: a value left the range of float32 in "
+                    f"{outcome.fault}",
+                    file=sys.stderr,
+                )
+
+    def _figures(self, engine: Engine, outcomes: list[_Outcome]) -> None:
+        t, rates = engine.timings, self._timings(engine)
+        print(
+            f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
+            f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s · "
+            f"first token {self.first_token_s - self.start_s:.2f} s\n"
+            f"{engine.layout.describe()} · {engine.profile.name} {engine.body} "
+            f"x{engine.threads}",
+            file=sys.stderr,
+        )
+        for index, outcome in enumerate(outcomes):
+            number = "" if len(outcomes) == 1 else f"[{index + 1}] "
+            print(f"{number}logits_sha256 {outcome.answer.logits_sha256}", file=sys.stderr)
+
+    def _timings(self, engine: Engine) -> dict[str, float]:
+        """load_s: command to ranks ready; ttft_s: from there to the first token."""
+        t = engine.timings
+        return {
+            "load_s": round(self.ready_s - self.start_s, 4),
+            "ttft_s": round(max(0.0, self.first_token_s - self.ready_s), 4),
+            "prefill_tokens_per_s": round(t.prefill_tokens / max(t.prefill_s, 1e-9), 2),
+            "decode_tokens_per_s": round(t.decode_tokens / max(t.decode_s, 1e-9), 2),
+        }
+
+    def _json(self, engine: Engine, outcomes: list[_Outcome]) -> dict[str, Any]:
+        results = [_result_json(outcome) for outcome in outcomes]
+        head = results[0] if len(results) == 1 else {"results": results}
+        views = engine.control.statuses()
+        apart = [view.wire_bytes["logits"] for view in views]
+        return head | {
+            "layout": _layout_json(engine),
+            "profile": engine.profile.name,
+            "profile_hash": engine.profile.sha256(),
+            "timings": self._timings(engine),
+            "weight_bytes": [view.weight_bytes for view in views],
+            "kv_bytes": [view.kv_bytes for view in views],
+            "wire_bytes_sent": [
+                sum(view.wire_bytes.values()) - extra
+                for view, extra in zip(views, apart, strict=True)
+            ],
+            "wire_messages_sent": [
+                sum(view.wire_messages.values()) - view.wire_messages["logits"] for view in views
+            ],
+            "logits_bytes_gathered": apart,
+        }
+
+
+def _result_json(outcome: _Outcome) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "text": outcome.answer.text,
+        "prompt_tokens": len(outcome.request.prompt),
+        "tokens": outcome.answer.tokens,
+        "finish_reason": outcome.reason,
+        "logits_sha256": outcome.answer.logits_sha256,
+    }
+    return result | ({"fault": outcome.fault} if outcome.fault else {})
+
+
+def _layout_json(engine: Engine) -> dict[str, Any]:
+    def sizes(spans: Sequence[tuple[int, int]]) -> list[int]:
+        return [stop - start for start, stop in spans]
+
+    layout = engine.layout
+    return {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "heads": sizes(layout.heads),
+        "ffn": sizes(layout.ffn),
+        "vocab": sizes(layout.vocab),
+        "layers": sizes(layout.layers),
+        "kv_shard": "heads",
+        "comm": "solo" if layout.world == 1 else engine.comm,
+        "kernels": engine.body,
+        "threads": engine.threads,
+    }
