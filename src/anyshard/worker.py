@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from anyshard.binder import Binder, FaultCode
 from anyshard.checkpoint.image import WeightImage
-from anyshard.comm.base import Comm, ExchangeSpec, WireSizes
+from anyshard.comm.base import Comm, CommKind, ExchangeSpec, WireSizes
 from anyshard.comm.control import Frame, RankControl
 from anyshard.config import ModelConfig, Profile
 from anyshard.kv import KvCache
@@ -51,7 +51,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     vocab: tuple[tuple[int, int], ...]
     layers: tuple[tuple[int, int], ...]
     kernels: KernelChoice
-    comm: str
+    comm: CommKind
     threads: int
     spin: bool
     rows_max: int
@@ -285,17 +285,7 @@ def rank_main(seat: Seat, *, worker_type: type[Worker] = Worker) -> None:
     assert have == plan.profile_sha256, (
         f"profile {have[:12]} here, {plan.profile_sha256[:12]} asked"
     )
-    if plan.comm == "torch":
-        from anyshard.comm.torch import Torch
-
-        comm: Comm = Torch(
-            seat.start.sizes.wires,
-            rank=seat.rank,
-            store_fd=seat.region.store_fd,
-            deadline_s=seat.start.deadline_s,
-        )
-    else:
-        comm = seat.comm()
+    comm = seat.comm(plan.comm)
     try:
         worker_type(served, plan, rank=seat.rank, comm=comm, control=seat.control).serve()
     finally:

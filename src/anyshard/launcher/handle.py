@@ -84,8 +84,9 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
         raise AnyshardError("fork the launcher on the main thread: it dies with its thread")
     front_pid = os.getpid()
     front, launcher = Channel.pair()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the caller's shell
+            stream.flush()
     pid = os.fork()
     if pid == 0:
         front.close()
