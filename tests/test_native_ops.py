@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -261,3 +263,35 @@ def test_ops_keep_their_arrays_and_pool_alive() -> None:
     del arguments
     op.run(3)
     assert differing(out, expected) == 0
+
+
+def test_ops_share_the_scratch_of_their_pool_while_it_grows() -> None:
+    op_pool = pool(BODIES[0], 3)
+    ops, expected = [], []
+    for rows, ffn in ((3, 8), (9, 40), (33, 203)):
+        arguments = gate_up(rows, hidden=16 * rows, ffn=ffn, bias=False)
+        expected.append(run(reference, "GateUp", None, arguments, rows)["out"])
+        ops.append((native.GateUp(op_pool, **arguments), arguments["out"], rows))
+    for _ in range(2):
+        for (op, out, rows), want in zip(ops, expected, strict=True):
+            out[:] = 7
+            op.run(rows)
+            assert differing(out, want) == 0
+
+
+def test_binding_an_op_takes_no_memory_for_its_rows() -> None:
+    """Rows x hidden floats an op: 61 of them took 1.3 GB on the demo model, at 4096 rows."""
+    op_pool = pool(BODIES[0], 2)
+    small = gate_up(1, hidden=1024, ffn=8, bias=False)
+    rows = {"x": (4096, 1024), "out": (4096, 8)}
+    arguments = small | {name: np.zeros(shape, np.float32) for name, shape in rows.items()}
+    arguments["row_fault"] = np.zeros(4096, np.int32)
+    before = resident_bytes()
+    ops = [native.GateUp(op_pool, **arguments) for _ in range(32)]
+    assert resident_bytes() - before < 4096 * 1024 * 4
+    ops[-1].run(1)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

@@ -2,7 +2,6 @@
 
 #include <cstring>
 #include <stdexcept>
-#include <utility>
 
 namespace anyshard {
 namespace {
@@ -83,36 +82,13 @@ void Array::check_shape(const char* name, std::initializer_list<int64_t> shape) 
           std::string(name) + " has shape " + shape_text() + "; " + text_of(shape) + " is needed");
 }
 
+// Delegating: once Array() is done the destructor runs even if a check throws.
 Array::Array(PyObject* object, const char* name, Element element,
-             std::initializer_list<int64_t> shape, bool writable) {
-  try {
-    acquire(object, name, element, writable);
-    check_shape(name, shape);
-    require(PyBuffer_IsContiguous(&view_, 'C') != 0, std::string(name) + " must be C-contiguous");
-  } catch (...) {
-    if (held_) PyBuffer_Release(&view_);
-    throw;
-  }
-}
-
-// Py_buffer's shape may point into the struct itself only for one-dimensional byte exporters that
-// fill it through PyBuffer_FillInfo; NumPy allocates it. Copying the struct is safe for NumPy, and
-// a moved-from view is never released.
-Array::Array(Array&& other) noexcept
-    : view_(other.view_), held_(std::exchange(other.held_, false)) {
-  if (other.view_.shape == &other.view_.len) view_.shape = &view_.len;
-  if (other.view_.strides == &other.view_.itemsize) view_.strides = &view_.itemsize;
-}
-
-Array& Array::operator=(Array&& other) noexcept {
-  if (this != &other) {
-    if (held_) PyBuffer_Release(&view_);
-    view_ = other.view_;
-    held_ = std::exchange(other.held_, false);
-    if (other.view_.shape == &other.view_.len) view_.shape = &view_.len;
-    if (other.view_.strides == &other.view_.itemsize) view_.strides = &view_.itemsize;
-  }
-  return *this;
+             std::initializer_list<int64_t> shape, bool writable)
+    : Array() {
+  acquire(object, name, element, writable);
+  check_shape(name, shape);
+  require(PyBuffer_IsContiguous(&view_, 'C') != 0, std::string(name) + " must be C-contiguous");
 }
 
 Array::~Array() {
@@ -127,20 +103,15 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
                                   " outputs are asked for");
     return;
   }
-  try {
-    acquire(object, name, Element::kFloat, writable);
-    check_shape(name, {(num_outputs + 7) / 8, num_inputs, 8});
-    const bool empty = view_.shape[0] == 0 || view_.shape[1] == 0;
-    const bool inner =
-        empty || (view_.strides[2] == 4 && (view_.shape[1] == 1 || view_.strides[1] == 32));
-    const int64_t stride = empty || view_.shape[0] == 1 ? 0 : view_.strides[0];
-    require(inner && stride >= 0 && stride % 4 == 0,
-            std::string(name) + " must be float32 panels with strides (any, 32, 4) bytes");
-    panel_stride_ = stride / 4;
-  } catch (...) {
-    if (held_) PyBuffer_Release(&view_);
-    throw;
-  }
+  acquire(object, name, Element::kFloat, writable);
+  check_shape(name, {(num_outputs + 7) / 8, num_inputs, 8});
+  const bool empty = view_.shape[0] == 0 || view_.shape[1] == 0;
+  const bool inner =
+      empty || (view_.strides[2] == 4 && (view_.shape[1] == 1 || view_.strides[1] == 32));
+  const int64_t stride = empty || view_.shape[0] == 1 ? 0 : view_.strides[0];
+  require(inner && stride >= 0 && stride % 4 == 0,
+          std::string(name) + " must be float32 panels with strides (any, 32, 4) bytes");
+  panel_stride_ = stride / 4;
 }
 
 Array optional_array(PyObject* object, const char* name, Element element,

@@ -22,8 +22,8 @@ class Array {
   Array() = default;
   Array(PyObject* object, const char* name, Element element, std::initializer_list<int64_t> shape,
         bool writable = false);
-  Array(Array&& other) noexcept;
-  Array& operator=(Array&& other) noexcept;
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
   ~Array();
 
   bool present() const { return held_; }

@@ -44,11 +44,8 @@ Attention::Attention(Pool& pool, const Arguments& a)
   }
   units_.resize(static_cast<size_t>(q_.size(0)) * head_groups_.size());
   const size_t states = kMaxPairs * state_floats_;
-  thread_states_ = per_thread(pool, kOpenStates * states);
-  if (pool.threads() > 1) {
-    stripe_units_ = static_cast<size_t>(3 * pool.threads());
-    stripe_states_ = Workspace(stripe_units_ * kStripes * states);
-  }
+  if (pool.threads() > 1) stripe_units_ = static_cast<size_t>(3 * pool.threads());
+  pool.reserve(stripe_units_ * kStripes * states, kOpenStates * states);
 }
 
 void Attention::list_units(int rows) {
@@ -110,9 +107,9 @@ void Attention::run(int rows) {
     const auto work = [&](const Thread& thread, int phase, int start, int stop) {
       for (int i = start; i < stop; ++i) {
         if (phase == 0) {
-          run_stripe(thread.kernels, i);
+          run_stripe(thread, i);
         } else {
-          finish_pair(thread.kernels, i);
+          finish_pair(thread, i);
         }
       }
     };
@@ -130,7 +127,7 @@ void Attention::run(int rows) {
 
 void Attention::run_unit(const Thread& thread, const Unit& unit) const {
   const Kernels& kernels = thread.kernels;
-  float* states = thread_states_[static_cast<size_t>(thread.index)].get();
+  float* states = thread.own;
   const AttentionUnit description = describe(unit);
   const size_t set = static_cast<size_t>(description.num_pairs) * state_floats_;
   size_t top = 0;
@@ -149,25 +146,24 @@ void Attention::run_unit(const Thread& thread, const Unit& unit) const {
 }
 
 // Few units: an item is a stripe of a unit, so that all threads have something to do.
-void Attention::run_stripe(const Kernels& kernels, int item) const {
+void Attention::run_stripe(const Thread& thread, int item) const {
   const AttentionUnit description = describe(units_[static_cast<size_t>(item / kStripes)]);
   const size_t set = kMaxPairs * state_floats_;
-  kernels.attention_stripe(description, item % kStripes,
-                           stripe_states_.get() + static_cast<size_t>(item) * set);
+  thread.kernels.attention_stripe(description, item % kStripes,
+                                  thread.common + static_cast<size_t>(item) * set);
 }
 
 // Merges the stripes of one pair of all units, counted through.
-void Attention::finish_pair(const Kernels& kernels, int item) const {
+void Attention::finish_pair(const Thread& thread, int item) const {
   size_t unit = 0;
   int pair = item;
   for (; pair >= units_[unit].num_pairs(); ++unit) pair -= units_[unit].num_pairs();
   const size_t set = kMaxPairs * state_floats_;
-  float* state =
-      stripe_states_.get() + unit * kStripes * set + static_cast<size_t>(pair) * state_floats_;
+  float* state = thread.common + unit * kStripes * set + static_cast<size_t>(pair) * state_floats_;
   for (size_t step = 1; step < kStripes; step *= 2) {
     for (size_t s = 0; s < kStripes; s += 2 * step) {
-      kernels.attention_merge(head_dim_, 1, state + s * set, state + (s + step) * set,
-                              state_floats_);
+      thread.kernels.attention_merge(head_dim_, 1, state + s * set, state + (s + step) * set,
+                                     state_floats_);
     }
   }
   finish(units_[unit], pair, state);

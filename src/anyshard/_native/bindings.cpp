@@ -14,9 +14,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-#if defined(ANYSHARD_HAS_SHM)
-void bind_shm(nb::module_& m);
-#endif
+void bind_shm(nb::module_& m);  // shm.cpp
 
 namespace anyshard {
 namespace {
@@ -220,7 +218,5 @@ NB_MODULE(_native, m) {
   anyshard::bind_gate_up(m);
   anyshard::bind_head(m);
   anyshard::bind_functions(m);
-#if defined(ANYSHARD_HAS_SHM)
   bind_shm(m);
-#endif
 }

@@ -21,7 +21,7 @@ ANYSHARD_INLINE Vec exp2_vec(Vec t) {
   return select(less(t, broadcast(-200.0f)), zero(), result);
 }
 
-// e^x for x <= 0: 2^(x * log2 e), the product in two parts.
+// e^x for x <= 0: 2^(x * log2 e), the product in two parts; +0 below -130.
 ANYSHARD_INLINE Vec exp_vec(Vec x) {
   const Vec high_factor = broadcast(coefficients::kLog2eHigh);
   const Vec h = mul(x, high_factor);
@@ -30,7 +30,7 @@ ANYSHARD_INLINE Vec exp_vec(Vec x) {
   const Vec n = round_even(h);
   const Vec f = add(sub(h, n), l);
   const Vec result = scale_by_exponent(exp2_polynomial(f), n);
-  return select(less(h, broadcast(-200.0f)), zero(), result);
+  return select(less(x, broadcast(-130.0f)), zero(), result);
 }
 
 inline void exp_into(const float* x, float* out, int64_t count) {

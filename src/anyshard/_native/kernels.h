@@ -27,7 +27,6 @@ struct LeafProgram {
   const int32_t* merges;
   int num_leaves;
   int num_nodes;  // stack entries left at the end
-  int depth;      // most stack entries at any time
 };
 
 // y[n] = tree over leaves of fma chains over k; weights [P][K][8], panel_stride in floats.

@@ -1,8 +1,9 @@
-// Linear layers over weight panels: one lane per output, leaves of at most 64 k, a fixed tree.
+// Linear layers over weight panels: one lane per output, a chain of fma per leaf, a fixed tree.
 //
 // A register tile is Rows x Panels vectors of 8 outputs. Accumulators are named through compile
 // time indices: gcc 12 keeps an array that a plain loop indexes in memory, and stores it at every
-// k (27 instead of 68 GFLOP/s). Held by: test_native_disassembly.py.
+// k (27 instead of 68 GFLOP/s). Held by:
+// test_native_pool.py::test_hot_loops_keep_their_sums_in_registers.
 #pragma once
 
 template <int... Indices>

@@ -16,12 +16,6 @@ size_t product(int64_t a, int64_t b) { return static_cast<size_t>(a) * static_ca
 
 }  // namespace
 
-std::vector<Workspace> per_thread(const Pool& pool, size_t count) {
-  std::vector<Workspace> result;
-  for (int i = 0; i < pool.threads(); ++i) result.emplace_back(count);
-  return result;
-}
-
 Embed::Embed(Pool& pool, PyObject* panels, int64_t vocab, PyObject* tokens, PyObject* out)
     : pool_(pool),
       out_(out, "out", Element::kFloat, {kAny, kAny}, true),
@@ -74,9 +68,8 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
   require(a.q_norm == Py_None && a.k_norm == Py_None, "q_norm and k_norm are not supported yet");
-  const size_t kv_floats = product(q_out_.size(0), k_.num_outputs());
-  k_rows_ = Workspace(kv_floats);
-  v_rows_ = Workspace(kv_floats);
+  kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
+  pool.reserve(norm_.scratch_floats() + 2 * kv_floats_, 0);
 }
 
 void Qkv::run(int rows) {
@@ -87,10 +80,10 @@ void Qkv::run(int rows) {
   const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
   const int num_places = rows * num_heads;
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
-    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr);
-    if (phase == 1) project(thread.kernels, rows, start, stop);
+    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr, thread.common);
+    if (phase == 1) project(thread, rows, start, stop);
     for (int i = start; phase == 2 && i < stop; ++i) {
-      place_head(thread.kernels, i / num_heads, i % num_heads);
+      place_head(thread, i / num_heads, i % num_heads);
     }
   };
   pool_.run({norm_.phase(pool_, rows),
@@ -100,16 +93,17 @@ void Qkv::run(int rows) {
 }
 
 // Panels [start, stop) of q, k and v one after the other.
-void Qkv::project(const Kernels& kernels, int rows, int start, int stop) const {
+void Qkv::project(const Thread& thread, int rows, int start, int stop) const {
   const BoundLinear* linears[] = {&q_, &k_, &v_};
-  float* outputs[] = {q_out_.writable_floats(), k_rows_.get(), v_rows_.get()};
+  float* outputs[] = {q_out_.writable_floats(), k_rows(thread), v_rows(thread)};
   for (int i = 0; i < 3; ++i) {
     const int size = linears[i]->num_panels();
     const int first = std::max(start, 0);
     const int last = std::min(stop, size);
     if (first < last) {
-      linears[i]->run(kernels, first, last, norm_.rows(), static_cast<size_t>(norm_.width()), rows,
-                      outputs[i], 0, static_cast<size_t>(linears[i]->num_outputs()));
+      linears[i]->run(thread.kernels, first, last, thread.common,
+                      static_cast<size_t>(norm_.width()), rows, outputs[i], 0,
+                      static_cast<size_t>(linears[i]->num_outputs()));
     }
     start -= size;
     stop -= size;
@@ -117,7 +111,7 @@ void Qkv::project(const Kernels& kernels, int rows, int start, int stop) const {
 }
 
 // Heads in the order q, k, v: q in place; k and v to the row's page.
-void Qkv::place_head(const Kernels& kernels, int row, int head) const {
+void Qkv::place_head(const Thread& thread, int row, int head) const {
   const int64_t position = paged_.position(row);
   const int half = head_dim_ / 2;
   const Rope rope{cosine_.floats() + position * half, sine_.floats() + position * half, head_dim_};
@@ -125,7 +119,7 @@ void Qkv::place_head(const Kernels& kernels, int row, int head) const {
   const int num_kv = k_.num_outputs() / head_dim_;
   if (head < num_q) {
     float* q = q_out_.writable_floats() + product(row, q_.num_outputs()) + product(head, head_dim_);
-    kernels.rope(rope, q, &q_scale_, q);
+    thread.kernels.rope(rope, q, &q_scale_, q);
     return;
   }
   const int kv_head = (head - num_q) % num_kv;
@@ -135,11 +129,11 @@ void Qkv::place_head(const Kernels& kernels, int row, int head) const {
   const int64_t lane = position % kBlock;
   if (head < num_q + num_kv) {
     float rotated[kMaxHeadDim];
-    kernels.rope(rope, k_rows_.get() + place, nullptr, rotated);
+    thread.kernels.rope(rope, k_rows(thread) + place, nullptr, rotated);
     float* out = k_cache_.writable_floats() + page_head + lane;
     for (int d = 0; d < head_dim_; ++d) out[d * kBlock] = rotated[d];
   } else {
-    std::copy_n(v_rows_.get() + place, head_dim_,
+    std::copy_n(v_rows(thread) + place, head_dim_,
                 v_cache_.writable_floats() + page_head + lane * head_dim_);
   }
 }
@@ -194,7 +188,7 @@ Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
   require(total <= kMaxNodes, std::to_string(total) + " nodes are to be merged; at most " +
                                   std::to_string(kMaxNodes) + " are supported");
   merges_.assign(merge_array.ints(), merge_array.ints() + total);
-  require(check_merges(merges_.data(), total).left == 1,
+  require(check_merges(merges_.data(), total) == 1,
           "merges does not leave one node; the sum is incomplete");
 }
 
@@ -238,9 +232,9 @@ GateUp::GateUp(Pool& pool, const Arguments& a)
       norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
-      up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_),
-      up_rows_(per_thread(pool, product(out_.size(0), kGateUpChunk * kLanes))) {
+      up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_) {
   require(out_.size(0) == norm_.num_rows(), "out and x have different numbers of rows");
+  pool.reserve(norm_.scratch_floats(), product(out_.size(0), kGateUpChunk * kLanes));
 }
 
 void GateUp::run(int rows) {
@@ -248,7 +242,7 @@ void GateUp::run(int rows) {
   Phase panels = gate_.phase(pool_, rows);
   panels.chunk = std::min(panels.chunk, kGateUpChunk);
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
-    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr);
+    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr, thread.common);
     if (phase == 1) run_panels(thread, rows, start, stop);
   };
   pool_.run({norm_.phase(pool_, rows), panels}, work);
@@ -258,18 +252,17 @@ void GateUp::run_panels(const Thread& thread, int rows, int start, int stop) con
   const size_t width = static_cast<size_t>(norm_.width());
   const size_t out_stride = static_cast<size_t>(gate_.num_outputs());
   constexpr size_t kUpStride = static_cast<size_t>(kGateUpChunk) * kLanes;
-  float* up_rows = up_rows_[static_cast<size_t>(thread.index)].get();
   for (; start < stop; start += kGateUpChunk) {
     const int last = std::min(stop, start + kGateUpChunk);
     const int first = start * kLanes;
     const Target gate_target{out_.writable_floats(), 0, out_stride, 0, gate_.bias()};
-    thread.kernels.linear(gate_.linear(), norm_.rows(), width, rows, start, last, gate_target);
-    const Target up_target{up_rows, 0, kUpStride, first, up_.bias()};
-    thread.kernels.linear(up_.linear(), norm_.rows(), width, rows, start, last, up_target);
+    thread.kernels.linear(gate_.linear(), thread.common, width, rows, start, last, gate_target);
+    const Target up_target{thread.own, 0, kUpStride, first, up_.bias()};
+    thread.kernels.linear(up_.linear(), thread.common, width, rows, start, last, up_target);
     const int count = std::min(gate_.num_outputs(), last * kLanes) - first;
     for (int row = 0; row < rows; ++row) {
       float* gate = out_.writable_floats() + product(row, gate_.num_outputs()) + first;
-      thread.kernels.silu_product(gate, up_rows + static_cast<size_t>(row) * kUpStride, count);
+      thread.kernels.silu_product(gate, thread.own + static_cast<size_t>(row) * kUpStride, count);
     }
   }
 }
@@ -280,7 +273,9 @@ Head::Head(Pool& pool, const Arguments& a)
       out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
       norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
-      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_) {}
+      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_) {
+  pool.reserve(norm_.scratch_floats(), 0);
+}
 
 void Head::run(int num_sampled) {
   check_rows(num_sampled, static_cast<int>(std::min(out_.size(0), sample_rows_.size(0))));
@@ -294,9 +289,9 @@ void Head::run(int num_sampled) {
   }
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
     if (phase == 0) {
-      norm_.run(thread.kernels, start, stop, sample_rows_.ints());
+      norm_.run(thread.kernels, start, stop, sample_rows_.ints(), thread.common);
     } else {
-      linear_.run(thread.kernels, start, stop, norm_.rows(), static_cast<size_t>(norm_.width()),
+      linear_.run(thread.kernels, start, stop, thread.common, static_cast<size_t>(norm_.width()),
                   num_sampled, out_.writable_floats(), 0,
                   static_cast<size_t>(linear_.num_outputs()));
     }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "parts.h"
@@ -44,8 +45,10 @@ class Qkv {
   void run(int rows);
 
  private:
-  void project(const Kernels& kernels, int rows, int start, int stop) const;
-  void place_head(const Kernels& kernels, int row, int head) const;
+  void project(const Thread& thread, int rows, int start, int stop) const;
+  void place_head(const Thread& thread, int row, int head) const;
+  float* k_rows(const Thread& thread) const { return thread.common + norm_.scratch_floats(); }
+  float* v_rows(const Thread& thread) const { return k_rows(thread) + kv_floats_; }
 
   Pool& pool_;
   int head_dim_;
@@ -61,8 +64,7 @@ class Qkv {
   Array sine_;
   PagedRows paged_;
   float q_scale_;
-  Workspace k_rows_;
-  Workspace v_rows_;
+  size_t kv_floats_;  // of all rows' k, before their heads are placed
 };
 
 // Each row attends to keys 0..position of its slot.
@@ -88,8 +90,8 @@ class Attention {
   bool splits_stripes() const;
   AttentionUnit describe(const Unit& unit) const;
   void run_unit(const Thread& thread, const Unit& unit) const;
-  void run_stripe(const Kernels& kernels, int item) const;
-  void finish_pair(const Kernels& kernels, int item) const;
+  void run_stripe(const Thread& thread, int item) const;
+  void finish_pair(const Thread& thread, int item) const;
   void finish(const Unit& unit, int pair, const float* state) const;
 
   Pool& pool_;
@@ -106,9 +108,7 @@ class Attention {
   std::vector<Unit> head_groups_;  // rows unset
   std::vector<Unit> units_;
   size_t num_units_ = 0;
-  std::vector<Workspace> thread_states_;
   size_t stripe_units_ = 0;
-  Workspace stripe_states_;
 };
 
 // This rank's nodes of a row-parallel linear: out = [nodes][rows][N], packed.
@@ -140,7 +140,7 @@ class Reduce {
   void reduce_span(int row, int rows, int start, int stop) const;
 
   Pool& pool_;
-  std::vector<Array> sources_;
+  std::deque<Array> sources_;
   std::vector<int64_t> nodes_per_source_;
   std::vector<int32_t> merges_;
   Array x_;
@@ -171,7 +171,6 @@ class GateUp {
   Leaves leaves_;
   BoundLinear gate_;
   BoundLinear up_;
-  std::vector<Workspace> up_rows_;
 };
 
 // Final norm and vocabulary projection of the rows that are sampled: out[i] = row sample_rows[i].
@@ -196,8 +195,5 @@ class Head {
   Leaves leaves_;
   BoundLinear linear_;
 };
-
-// A workspace of `count` floats for each thread of the pool.
-std::vector<Workspace> per_thread(const Pool& pool, size_t count);
 
 }  // namespace anyshard

@@ -2,35 +2,25 @@
 
 #include <algorithm>
 #include <climits>
-#include <new>
 #include <stdexcept>
 
 namespace anyshard {
 
-Workspace::Workspace(size_t count) {
-  void* memory = ::operator new((count + 16) * sizeof(float), std::align_val_t(64));
-  floats_.reset(static_cast<float*>(memory));
-  std::fill_n(floats_.get(), count + 16, 0.0f);
-}
-
-void Workspace::Free::operator()(float* floats) const {
-  ::operator delete(floats, std::align_val_t(64));
-}
-
-StackUse check_merges(const int32_t* merges, int64_t count) {
-  StackUse use{0, 0};
+int check_merges(const int32_t* merges, int64_t count) {
+  int left = 0;
+  int depth = 0;
   for (int64_t i = 0; i < count; ++i) {
-    ++use.left;
-    use.depth = std::max(use.depth, use.left);
-    require(merges[i] >= 0 && merges[i] < use.left,
+    ++left;
+    depth = std::max(depth, left);
+    require(merges[i] >= 0 && merges[i] < left,
             "merges[" + std::to_string(i) + "] is " + std::to_string(merges[i]) + ", but " +
-                std::to_string(use.left) + " nodes are on the stack");
-    use.left -= merges[i];
+                std::to_string(left) + " nodes are on the stack");
+    left -= merges[i];
   }
-  require(use.depth <= kMaxDepth, "merges leaves " + std::to_string(use.depth) +
-                                      " nodes open at once; at most " + std::to_string(kMaxDepth) +
-                                      " are supported");
-  return use;
+  require(depth <= kMaxDepth, "merges leaves " + std::to_string(depth) +
+                                  " nodes open at once; at most " + std::to_string(kMaxDepth) +
+                                  " are supported");
+  return left;
 }
 
 Leaves::Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool whole) {
@@ -48,15 +38,13 @@ Leaves::Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool who
   }
   require(sum == num_inputs, "leaf_lengths sum to " + std::to_string(sum) + ", but there are " +
                                  std::to_string(num_inputs) + " inputs");
-  const StackUse use = check_merges(merges_.data(), count);
-  num_nodes_ = use.left;
-  depth_ = use.depth;
+  num_nodes_ = check_merges(merges_.data(), count);
   require(!whole || num_nodes_ == 1,
           "merges leaves " + std::to_string(num_nodes_) + " nodes; a whole sum leaves 1");
 }
 
 LeafProgram Leaves::program() const {
-  return {lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_, depth_};
+  return {lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_};
 }
 
 BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int64_t num_inputs,
@@ -92,15 +80,16 @@ BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fa
   require(x_.size(1) >= 1 && x_.size(1) <= INT_MAX / 8, "x has no columns");
   require(fault_code != 0, "fault_code is 0, which stands for no fault");
   norm_ = {weight_.floats(), static_cast<float>(eps), static_cast<int>(x_.size(1))};
-  normed_ = Workspace(static_cast<size_t>(rows_max) * static_cast<size_t>(norm_.width));
+  scratch_floats_ = whole_lines(static_cast<size_t>(rows_max) * static_cast<size_t>(norm_.width));
 }
 
-void BoundNorm::run(const Kernels& kernels, int start, int stop, const int32_t* gather) const {
+void BoundNorm::run(const Kernels& kernels, int start, int stop, const int32_t* gather,
+                    float* normed) const {
   const size_t width = static_cast<size_t>(norm_.width);
   for (int r = start; r < stop; ++r) {
     const int row = gather != nullptr ? gather[r] : r;
     const float* x = x_.floats() + static_cast<size_t>(row) * width;
-    const bool fine = kernels.norm(norm_, x, normed_.get() + static_cast<size_t>(r) * width);
+    const bool fine = kernels.norm(norm_, x, normed + static_cast<size_t>(r) * width);
     if (!fine) mark_fault(row_fault_.writable_ints(), row, fault_code_);
   }
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,48 +10,26 @@
 
 namespace anyshard {
 
-// Floats on a 64-byte boundary, sized at bind time.
-class Workspace {
- public:
-  Workspace() = default;
-  explicit Workspace(size_t count);
-  float* get() const { return floats_.get(); }
-
- private:
-  struct Free {
-    void operator()(float* floats) const;
-  };
-  std::unique_ptr<float, Free> floats_;
-};
-
 // A checked post-order stack program; copies its arrays.
 class Leaves {
  public:
-  Leaves() = default;
   // `lengths` must sum to num_inputs; a column-parallel linear wants `whole` sums: one node.
   Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool whole);
   LeafProgram program() const;
   int num_nodes() const { return num_nodes_; }
-  int depth() const { return depth_; }
 
  private:
   std::vector<int32_t> lengths_;
   std::vector<int32_t> merges_;
   int num_nodes_ = 0;
-  int depth_ = 0;
 };
 
-// Runs the stack of `merges` over as many nodes: the nodes left and the most that were open.
-struct StackUse {
-  int left;
-  int depth;
-};
-StackUse check_merges(const int32_t* merges, int64_t count);
+// Runs the stack of `merges` over as many nodes, and returns the number of nodes left.
+int check_merges(const int32_t* merges, int64_t count);
 
 // One linear of an op: panels, bias and the dealing of panels to threads.
 class BoundLinear {
  public:
-  BoundLinear() = default;
   BoundLinear(PyObject* panels, PyObject* bias, const char* name, int64_t num_inputs,
               int64_t num_outputs, const Leaves& leaves);
 
@@ -85,11 +62,11 @@ class BoundNorm {
 
   int width() const { return norm_.width; }
   int num_rows() const { return static_cast<int>(x_.size(0)); }
-  // Normed rows, [rows_max][width].
-  const float* rows() const { return normed_.get(); }
+  // What it wants of the pool's scratch for its rows: [rows_max][width].
+  size_t scratch_floats() const { return scratch_floats_; }
   Phase phase(const Pool& pool, int num_rows) const { return {num_rows, pool.chunk(num_rows, 1)}; }
-  // Fills rows [start, stop). Row r is x[gather[r]], or x[r] if gather is null.
-  void run(const Kernels& kernels, int start, int stop, const int32_t* gather) const;
+  // Fills rows [start, stop) of `normed`. Row r is x[gather[r]], or x[r] if gather is null.
+  void run(const Kernels& kernels, int start, int stop, const int32_t* gather, float* normed) const;
 
  private:
   Array x_;
@@ -97,7 +74,7 @@ class BoundNorm {
   Array row_fault_;
   int32_t fault_code_;
   Norm norm_;
-  Workspace normed_;
+  size_t scratch_floats_;
 };
 
 // Where rows live in the paged cache, with the checks that keep a bad frame from reading outside.

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <new>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -20,6 +21,7 @@ namespace {
 constexpr int kSpins = 4000;  // about 60-100 us: longer than the gap between two ops of a step
 constexpr int kMaxThreads = 256;
 constexpr int kSharesPerThread = 6;  // a slowed thread delays the end by a sixth of its share
+constexpr size_t kScratchAlignment = 64;
 constexpr uint64_t kItemMask = 0xffffffff;
 constexpr uint64_t kClosed = 0x7fffffff;  // above every size
 
@@ -122,6 +124,28 @@ void Pool::close() {
   threads_.clear();
 }
 
+void Pool::Free::operator()(float* floats) const {
+  ::operator delete(floats, std::align_val_t(kScratchAlignment));
+}
+
+// The memory is not touched here: what no run needs is never there.
+void Pool::reserve(size_t common, size_t own) {
+  const std::lock_guard<std::mutex> turn(busy_);
+  if (common <= common_floats_ && own <= own_floats_) return;
+  common = whole_lines(std::max(common, common_floats_));
+  own = whole_lines(std::max(own, own_floats_));
+  const size_t floats = common + own * static_cast<size_t>(num_threads_);
+  scratch_.reset(static_cast<float*>(
+      ::operator new(floats * sizeof(float), std::align_val_t(kScratchAlignment))));
+  common_floats_ = common;
+  own_floats_ = own;
+}
+
+Thread Pool::thread(int index) const {
+  float* own = scratch_.get() + common_floats_ + static_cast<size_t>(index) * own_floats_;
+  return {*kernels_, scratch_.get(), own};
+}
+
 int Pool::chunk(int64_t size, int unit) const {
   const int64_t units = (size + unit - 1) / unit;
   const int64_t share = num_threads_ == 1 ? units : units / (kSharesPerThread * num_threads_);
@@ -136,7 +160,7 @@ void Pool::run_task(std::initializer_list<Phase> phases, Call call, const void* 
   if (alone || num_threads_ == 1) {
     int number = 0;
     for (const Phase& phase : phases) {
-      if (phase.size > 0) call(context, Thread{*kernels_, 0}, number, 0, phase.size);
+      if (phase.size > 0) call(context, thread(0), number, 0, phase.size);
       ++number;
     }
     return;
@@ -193,14 +217,13 @@ void Pool::take_part(uint32_t number, int index) {
   const Call call = call_.load();
   const void* context = context_.load();
   const int num_phases = num_phases_.load();
-  const Thread thread{*kernels_, index};
   for (int phase = 0; phase < num_phases; ++phase) {
     Counters& counters = phases_[phase];
     const int size = counters.size.load();
     int start = 0;
     int stop = 0;
     while (take(counters, number, size, &start, &stop)) {
-      call(context, thread, phase, start, stop);
+      call(context, thread(index), phase, start, stop);
       const int count = stop - start;
       if (counters.done.fetch_add(count, std::memory_order_acq_rel) + count == size) {
         passed_.advance();

@@ -41,11 +41,17 @@ class alignas(64) Gate {
   std::atomic<uint32_t> sleepers_{0};
 };
 
-// What work sees of the thread that runs it.
+// What work sees of the thread that runs it, and the scratch that it may use.
 struct Thread {
   const Kernels& kernels;
-  int index;
+  float* common;  // of the task, the same for all its threads and phases
+  float* own;     // of this thread
 };
+
+// So many floats that what follows them starts on a cache line of its own.
+inline size_t whole_lines(size_t floats) {
+  return (floats + kLineFloats - 1) / kLineFloats * kLineFloats;
+}
 
 // A part of a task: items [0, size), handed out in chunks to whichever thread comes first; the next
 // phase starts when all are done. No result may depend on who takes what.
@@ -76,6 +82,9 @@ class Pool {
     };
     run_task(phases, call, &work, alone);
   }
+  // Called when an op is bound: every task may use `common` floats together and `own` floats a
+  // thread. One scratch serves all ops, the largest one's: their tasks take turns.
+  void reserve(size_t common, size_t own);
   // Ends the threads; a later run is refused.
   void close();
 
@@ -97,6 +106,11 @@ class Pool {
     std::atomic<int> chunk{0};
   };
 
+  struct Free {
+    void operator()(float* floats) const;
+  };
+
+  Thread thread(int index) const;
   void run_task(std::initializer_list<Phase> phases, Call call, const void* context, bool alone);
   void publish(std::initializer_list<Phase> phases, Call call, const void* context);
   void serve(int index);
@@ -110,6 +124,9 @@ class Pool {
   const bool spin_;
   bool closed_ = false;
   std::mutex busy_;
+  std::unique_ptr<float, Free> scratch_;
+  size_t common_floats_ = 0;
+  size_t own_floats_ = 0;
   Gate started_;  // the number of the task
   Gate passed_;   // phases completed, of all tasks
   Counters phases_[kMaxPhases];

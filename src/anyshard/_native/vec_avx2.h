@@ -63,7 +63,6 @@ ANYSHARD_INLINE IntVec multiply_high(IntVec a, IntVec b) {
 
 // Masks are all ones or all zeros in each lane.
 ANYSHARD_INLINE IntVec less(Vec a, Vec b) { return bits(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
-ANYSHARD_INLINE IntVec equal(Vec a, Vec b) { return bits(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
 ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {
   return bits(_mm256_cmp_ps(a, b, _CMP_NLE_UQ));
 }
@@ -72,9 +71,6 @@ ANYSHARD_INLINE IntVec greater_int(IntVec a, IntVec b) { return _mm256_cmpgt_epi
 ANYSHARD_INLINE IntVec and_mask(IntVec a, IntVec b) { return _mm256_and_si256(a, b); }
 ANYSHARD_INLINE IntVec or_mask(IntVec a, IntVec b) { return _mm256_or_si256(a, b); }
 ANYSHARD_INLINE bool any(IntVec mask) { return _mm256_movemask_ps(_mm256_castsi256_ps(mask)) != 0; }
-ANYSHARD_INLINE int first_set(IntVec mask) {
-  return __builtin_ctz(static_cast<unsigned>(_mm256_movemask_ps(from_bits(mask))));
-}
 ANYSHARD_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
   return _mm256_blendv_ps(no, yes, from_bits(mask));
 }

@@ -108,7 +108,6 @@ ANYSHARD_INLINE IntVec multiply_high(IntVec a, IntVec b) {
 
 // Masks are all ones or all zeros in each lane.
 ANYSHARD_INLINE IntVec less(Vec a, Vec b) { ANYSHARD_EACH(IntVec, -(a.lane[i] < b.lane[i])); }
-ANYSHARD_INLINE IntVec equal(Vec a, Vec b) { ANYSHARD_EACH(IntVec, -(a.lane[i] == b.lane[i])); }
 ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {
   ANYSHARD_EACH(IntVec, -!(a.lane[i] <= b.lane[i]));
 }
@@ -124,11 +123,6 @@ ANYSHARD_INLINE bool any(IntVec mask) {
   int32_t found = 0;
   for (int i = 0; i < 8; ++i) found |= mask.lane[i];
   return found != 0;
-}
-ANYSHARD_INLINE int first_set(IntVec mask) {
-  int i = 0;
-  while (i < 7 && mask.lane[i] == 0) ++i;
-  return i;
 }
 ANYSHARD_INLINE Vec select(IntVec mask, Vec yes, Vec no) {
   ANYSHARD_EACH(Vec, mask.lane[i] != 0 ? yes.lane[i] : no.lane[i]);
