@@ -509,8 +509,10 @@ def random_cells(config: ModelConfig) -> list[Cell]:
         Cell(axis="pages", shuffled=True, poison=True),
         Cell(axis="comm", tp=2, comm="shm"),
         Cell(axis="comm", tp=2, pp=2, comm="shm"),
+        Cell(axis="comm", heads=(2, heads - 2), comm="shm"),
         Cell(axis="comm", tp=3, comm="threads"),
         Cell(axis="comm", tp=2, pp=2, comm="torch"),
+        Cell(axis="comm", heads=(2, heads - 2), comm="torch"),
         Cell(axis="body", kernels="scalar", prompt_tokens=70),
         Cell(axis="body", kernels="reference", prompt_tokens=6, num_tokens=2),
     ]

@@ -9,6 +9,7 @@ must go to the lowest id), and scores of head 0 in the thousands beside scores n
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,15 +72,23 @@ NUM_TWIN_ROWS = 16  # rows of the head at its end that repeat rows at its start
 
 
 def write_hf_model(
-    directory: Path, config: ModelConfig, *, seed: int, adversarial: bool = False
+    directory: Path,
+    config: ModelConfig,
+    *,
+    seed: int,
+    adversarial: bool = False,
+    change: Callable[[dict[str, F32]], None] | None = None,
 ) -> Path:
     """Write config.json and model.safetensors; returns `directory`.
 
-    Equal arguments write equal bytes. Rows have norm 2 for inputs of unit size, so logits differ
-    by whole numbers and a sampled continuation does not stick to one token.
+    `change` edits the weights first. Equal arguments write equal bytes. Rows have norm 2 for
+    inputs of unit size, so logits differ by whole numbers and a sampled continuation does not
+    stick to one token.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weights = random_weights(config, seed=seed, adversarial=adversarial)
+    if change is not None:
+        change(weights)
     (directory / "config.json").write_text(json.dumps(hf_config(config), indent=2))
     save_file(
         {hf_name(name): weight for name, weight in weights.items()},
@@ -149,6 +158,27 @@ def random_weights(config: ModelConfig, *, seed: int, adversarial: bool) -> dict
             head = weights["head"]
             head[-NUM_TWIN_ROWS:] = head[:NUM_TWIN_ROWS]
     return weights
+
+
+def plant_overflow(weights: dict[str, F32], *, layer_of: Mapping[int, int]) -> None:
+    """Make tokens whose residual overflows in the MLP of a layer; no other token's can.
+
+    layer_of: token id to layer. Each gets a lane of the residual, which every other token and
+    every op but that MLP leaves at zero. The next norm finds the overflow.
+    """
+    lanes = len(layer_of)
+    weights["embed"][:, :lanes] = 0
+    for name, weight in weights.items():
+        if name.rsplit(".", 1)[-1] in ("o", "o_bias", "down", "down_bias"):
+            weight[:lanes] = 0
+    for lane, (token, layer) in enumerate(layer_of.items()):
+        weights["embed"][token] = 0
+        weights["embed"][token, lane] = 1
+        for name in ("gate", "up"):
+            weights[f"layers.{layer}.{name}"][lane] = 0
+            weights[f"layers.{layer}.{name}"][lane, lane] = 1e12
+            weights[f"layers.{layer}.{name}_bias"][lane] = 0
+        weights[f"layers.{layer}.down"][lane, lane] = 1e12
 
 
 def _matrix(rng: np.random.Generator, shape: tuple[int, ...], *, adversarial: bool) -> F32:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,11 +112,3 @@ def test_pages_are_counted_by_ceiling_and_never_handed_out_twice() -> None:
         rest.give((9,))
     with pytest.raises(AssertionError):
         pool.take(4)
-
-
-def test_state_is_not_changed_in_place() -> None:
-    before = batch_of(3, 3)
-    copy = replace(before)
-    tick, after = next_tick(before, LIMITS)
-    answer(after, tick)
-    assert before == copy

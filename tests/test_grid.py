@@ -38,6 +38,7 @@ from grid import (
 from models import MODELS, NUM_TWIN_ROWS
 
 from anyshard.engine import Engine, EngineOptions
+from anyshard.ops import available_bodies
 from anyshard.request import Request
 from anyshard.worker import rank_main
 
@@ -80,6 +81,12 @@ def cells_of(name: str) -> list[Cell]:
 def needs(cell: Cell) -> None:
     if cell.comm == "torch":
         pytest.importorskip("torch")
+    if cell.kernels != "auto":
+        have = available_bodies()
+        if cell.kernels not in have:
+            pytest.skip(f"no {cell.kernels} body here")
+        if cell.kernels == have[0]:
+            pytest.skip(f"{cell.kernels} is also what the unsplit run takes here")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +146,7 @@ SEEDED_CELLS = {
 
 @pytest.mark.parametrize(("name", "cell"), grid(SEEDED_CELLS))
 def test_a_seeded_cell_draws_what_the_unsplit_run_draws(name: str, cell: Cell) -> None:
+    needs(cell)
     model = the_model(name)
     whole, outcome = baseline(model, cell), run_cell(model, cell)
     greedy = baseline(model, replace(cell, sampling=GREEDY))

