@@ -93,16 +93,6 @@ class Counters:
         self.bytes: dict[WireKind, int] = dict.fromkeys(WIRE_KINDS, 0)
         self.messages: dict[WireKind, int] = dict.fromkeys(WIRE_KINDS, 0)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of every kind together."""
-        return sum(self.bytes.values())
-
-    @property
-    def total_messages(self) -> int:
-        """Messages of every kind together."""
-        return sum(self.messages.values())
-
     def add(self, kind: WireKind, *, num_floats: int, num_messages: int) -> None:
         """Count `num_messages` messages of `num_floats` float32 each."""
         self.bytes[kind] += num_floats * FLOAT_BYTES * num_messages
@@ -138,7 +128,8 @@ class Exchange(Protocol):
         capacity. Counted per rank: wire_floats * 4 * (tp - 1) bytes in tp - 1 messages; of a
         `root_only` exchange num_floats * 4 in one message on every rank but the root.
 
-        Raises: PeerLost if a peer misses the deadline, EpochAborted.
+        Raises: PeerLost if a peer is lost (comm/liveness.py), EpochAborted; AnyshardError
+        naming both sizes if a peer's `wire_floats` differs, where the wire can tell.
         """
         ...
 
@@ -182,7 +173,7 @@ def check_floats(num_floats: int, wire_floats: int, capacity_floats: int) -> Non
 
 
 def late_peer(*, waiting: int, late: int, deadline_s: float, what: str) -> PeerLost:
-    """The exception of a rank that waited too long; `late` is a global rank."""
+    """The exception of a rank whose wait `late`, a global rank, holds up."""
     return PeerLost(f"rank {waiting} waited {deadline_s:g} s for rank {late} in {what}", rank=late)
 
 

@@ -8,9 +8,8 @@ one ends the epoch. Knows nothing of models: what a row's flags mean is the work
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.comm.base import WIRE_KINDS, Counters, EpochAborted, FloatArray, WireKind
+from anyshard.comm.liveness import STARTUP_S, Liveness, Vigil
 from anyshard.comm.region import (
     CHANNEL_FRAME,
     CHANNEL_READY,
@@ -53,7 +53,6 @@ Int32Array = NDArray[np.int32]
 
 FRAME_MAGIC = 0x31534E41  # "ANS1"
 _BODY = 64  # byte offset of rows in a frame slot, of tokens in a result slot
-STARTUP_S = 60.0  # ranks may take this long from fork to their first next_frame
 _GRACE_S = 1.0  # the ranks' own deadlines come first: they can say who is late
 _SLICE_S = 0.02  # the front looks at its launcher this often while it waits
 
@@ -110,9 +109,10 @@ class RankStatus:
         self._operations_word = memoryview(region.memory)[at : at + 8].cast("Q")
         self._operations = 0
         self._record["blamed"] = -1
+        Liveness(region).introduce(rank)
 
     def beat(self) -> None:
-        """One more op done; the front's deadline starts anew."""
+        """One more op done: a sign of life (comm/liveness.py)."""
         self._operations += 1
         self._operations_word[0] = self._operations
 
@@ -319,6 +319,7 @@ class FrontControl:
             CHANNEL_READY, receivers=(), senders=self._ranks, spin_us=0
         )
         self._records = [region.status(rank) for rank in self._ranks]
+        self._liveness = Liveness(region)
         self._read = 0
         self._ready = False
         self._result_slots = [_ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
@@ -326,10 +327,10 @@ class FrontControl:
     def wait_ready(self, *, deadline_s: float = STARTUP_S) -> None:
         """Until every rank has asked for its first frame; `send_frame` does it if you do not.
 
-        Deadlines of exchanges start to count after this, so a slow start is not a lost rank.
+        `deadline_s` of silence, not of work: a start may take any time (comm/liveness.py).
         Raises: PeerLost.
         """
-        self._wait(self._askers, 1, deadline_s, "all ranks to be ready")
+        self._wait_askers(1, "all ranks to be ready", deadline_s)
         self._ready = True
 
     def send_frame(
@@ -361,7 +362,7 @@ class FrontControl:
             )
         if sequence > sizes.frame_slots:
             done = sequence - sizes.frame_slots
-            self._wait(self._askers, done + 1, None, "all ranks to finish a frame")
+            self._wait_askers(done + 1, "all ranks to finish a frame")
         self._write(
             sequence, np.ascontiguousarray(rows, ROW), np.ascontiguousarray(pages, PAGE), note
         )
@@ -400,8 +401,9 @@ class FrontControl:
     ) -> Result:
         """The result of frame `sequence`; ask for them in order.
 
-        The deadline (default: the ranks' own) counts from the last heartbeat of any rank, and
-        has one second of grace, in which the ranks say who is late.
+        The deadline (default: the ranks' own) counts from the last sign of life of the rank
+        that holds the result up, and has a second of grace: the ranks say more exactly what
+        they wait in.
 
         Raises: PeerLost, or whatever `poll` raises (default: the rank group's poll).
         """
@@ -409,35 +411,35 @@ class FrontControl:
             raise ValueError(
                 f"result {sequence} asked for, {self._read} read and {self.sequence} sent"
             )
-        self._wait(self._results, sequence, deadline_s, "a result", poll)
+        sampler = (self._region.sampler,)
+        self._wait(self._results, sampler, sequence, "a result", deadline_s, poll)
         self._read = sequence
         return self._result_slots[sequence % self._sizes.frame_slots].read(sequence)
+
+    def _wait_askers(self, sequence: int, what: str, deadline_s: float | None = None) -> None:
+        self._wait(self._askers, self._ranks, sequence, what, deadline_s)
 
     def _wait(
         self,
         waiter: Waiter,
+        senders: Sequence[int],
         sequence: int,
-        deadline_s: float | None,
         what: str,
+        deadline_s: float | None = None,
         poll: Callable[[], None] | None = None,
     ) -> None:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        started = time.monotonic()
-        beats = -1
-        while True:
-            status = waiter.wait(sequence % WRAP, round(_SLICE_S * 1e6))
-            if status == REACHED:
-                return
+        vigil = Vigil(self._liveness, deadline_s + _GRACE_S)
+        while (status := waiter.wait(sequence % WRAP, round(_SLICE_S * 1e6))) != REACHED:
             (poll or self._poll)()
             if status == ABORTED:
                 raise PeerLost("the rank group has ended")
-            now_beats = sum(int(record["operations"][0]) for record in self._records)
-            if now_beats != beats:
-                beats, started = now_beats, time.monotonic()
-            elif time.monotonic() - started > deadline_s + _GRACE_S:
+            late = vigil.lost(senders[status - LATE])
+            if late is not None:
                 raise PeerLost(
-                    f"no rank has made progress for {deadline_s:g} s while the front waits for"
-                    f" {what} (number {sequence})"
+                    f"rank {late} has given no sign of life for {deadline_s:g} s while the front"
+                    f" waits for {what} (number {sequence})",
+                    rank=late,
                 )
 
     def statuses(self, *, settled: bool = True) -> list[StatusView]:
@@ -447,7 +449,7 @@ class FrontControl:
         all of them if no result is outstanding. False: as it stands now. Raises: PeerLost.
         """
         if settled and self._read == self.sequence:
-            self._wait(self._askers, self.sequence + 1, None, "all ranks to finish a frame")
+            self._wait_askers(self.sequence + 1, "all ranks to finish a frame")
         views = []
         for rank, record in enumerate(self._records):
             names = (

@@ -28,8 +28,8 @@ from anyshard.comm.signals import (
     PipeSignals,
     Signals,
     SignalsBody,
-    native_module,
 )
+from anyshard.ops import native_module
 
 __all__ = [
     "CHANNEL_EXCHANGES",
@@ -60,7 +60,8 @@ ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generat
 PAGE = np.dtype([(name, "<i4") for name in ("slot", "block", "page")])
 
 FAILURE_BYTES = 512
-#: What a rank tells of itself; one writer, read by front and launcher at any time.
+#: What a rank tells of itself; one writer, read by front, launcher and peers at any time.
+#: `waiting_for` is a rank + 1, 0 for none (comm/liveness.py).
 STATUS = np.dtype(
     {
         "names": [
@@ -73,6 +74,9 @@ STATUS = np.dtype(
             "wire_messages",
             "fault_sequence",
             "fault_code",
+            "pid",
+            "thread",
+            "waiting_for",
             "blamed",
             "exit_code",
             "failure",
@@ -89,6 +93,9 @@ STATUS = np.dtype(
             "<i4",
             "<i4",
             "<i4",
+            "<i4",
+            "<i4",
+            "<i4",
             f"S{FAILURE_BYTES}",
         ],
         "itemsize": 1024,
@@ -99,7 +106,7 @@ FRAME_HEADER = struct.Struct("<IIQIIII")  # magic, crc, epoch, sequence, rows, p
 RESULT_HEADER = struct.Struct("<IIII")  # sequence, rows, logit rows, 0
 _HEADER_BYTES = 64
 _PAGE_BYTES = 4096
-_RING_HEADER_FLOATS = 16
+_HEADER_FLOATS = 16  # before the values of a hop or of a send buffer: their number
 _STOPPING_WORD = 2  # in line 0: the front has asked the ranks to leave ...
 _LAST_FRAME_WORD = 3  # ... after the frame of this sequence number
 
@@ -141,6 +148,10 @@ class EpochSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def _buffer_bytes(num_floats: int) -> int:
+    return _up((_HEADER_FLOATS + num_floats) * 4, LINE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -189,10 +200,10 @@ class RegionLayout:
         exchange_offsets = []
         for spec in wires.exchanges:
             exchange_offsets.append(offset)
-            offset += 2 * wires.tp * _up(spec.capacity_floats * 4, LINE_BYTES)
+            offset += 2 * wires.tp * _buffer_bytes(spec.capacity_floats)
         stage_bytes = _up(offset, _PAGE_BYTES)
         hop_offset = stage_offset + wires.pp * stage_bytes
-        hop_bytes = _up((_RING_HEADER_FLOATS + wires.hop_floats) * 4, LINE_BYTES)
+        hop_bytes = _buffer_bytes(wires.hop_floats)
         return cls(
             num_members=num_members,
             words_bytes=words_bytes,
@@ -208,6 +219,9 @@ class RegionLayout:
             hop_bytes=hop_bytes,
             total_bytes=hop_offset + (wires.pp - 1) * wires.tp * HOP_DEPTH * hop_bytes,
         )
+
+
+Buffer = tuple[memoryview, FloatArray]  # its size word, uint32[1], and its values
 
 
 class EpochRegion:
@@ -309,31 +323,31 @@ class EpochRegion:
         """STATUS[1] of one rank."""
         return self.array(STATUS, 1, self.layout.status_offset + rank * STATUS.itemsize)
 
-    def exchange_buffers(self, stage: int, index: int) -> list[list[FloatArray]]:
-        """buffers[parity][tp_rank], f32[capacity], of exchange `index` in `stage`."""
+    def exchange_buffers(self, stage: int, index: int) -> list[list[Buffer]]:
+        """buffers[parity][tp_rank], with f32[capacity], of exchange `index` in `stage`."""
         wires, layout = self.sizes.wires, self.layout
         capacity = wires.exchanges[index].capacity_floats
-        stride = _up(capacity * 4, LINE_BYTES)
         base = layout.stage_offset + stage * layout.stage_bytes + layout.exchange_offsets[index]
+        stride = _buffer_bytes(capacity)
         return [
             [
-                self.array(np.float32, capacity, base + (parity * wires.tp + tp_rank) * stride)
+                self._buffer(base + (parity * wires.tp + tp_rank) * stride, capacity)
                 for tp_rank in range(wires.tp)
             ]
             for parity in range(2)
         ]
 
-    def hop_ring(self, sender: int) -> list[tuple[NDArray[np.int32], FloatArray]]:
-        """HOP_DEPTH entries (size int32[1], values f32[hop_floats]) that rank `sender` fills."""
-        entries: list[tuple[NDArray[np.int32], FloatArray]] = []
-        for index in range(HOP_DEPTH):
-            offset = self.layout.hop_offset + (sender * HOP_DEPTH + index) * self.layout.hop_bytes
-            size = self.array(np.int32, 1, offset)
-            values = self.array(
-                np.float32, self.sizes.wires.hop_floats, offset + _RING_HEADER_FLOATS * 4
-            )
-            entries.append((size, values))
-        return entries
+    def _buffer(self, offset: int, capacity: int) -> Buffer:
+        size = memoryview(self.memory)[offset : offset + 4].cast("I")
+        return size, self.array(np.float32, capacity, offset + _HEADER_FLOATS * 4)
+
+    def hop_ring(self, sender: int) -> list[Buffer]:
+        """HOP_DEPTH buffers of f32[hop_floats] that rank `sender` fills."""
+        base, stride = self.layout.hop_offset, self.layout.hop_bytes
+        return [
+            self._buffer(base + (sender * HOP_DEPTH + index) * stride, self.sizes.wires.hop_floats)
+            for index in range(HOP_DEPTH)
+        ]
 
     def close_descriptors(self) -> None:
         """Close this process's descriptors; the mapping lives until its last view goes."""

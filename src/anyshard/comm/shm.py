@@ -19,6 +19,7 @@ from anyshard.comm.base import (
     flat_floats,
     late_peer,
 )
+from anyshard.comm.liveness import SLICE_S, Liveness, Vigil
 from anyshard.comm.region import (
     CHANNEL_EXCHANGES,
     CHANNEL_HOP,
@@ -31,16 +32,9 @@ from anyshard.errors import AnyshardError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from anyshard.comm.signals import Waiter
+
 __all__ = ["Shm"]
-
-
-def _raise_unreached(
-    status: int, *, senders: Sequence[int], waiting: int, deadline_s: float, what: str
-) -> None:
-    if status == ABORTED:
-        raise EpochAborted(f"rank {waiting}: the epoch ended while waiting in {what}")
-    late = senders[status - LATE]
-    raise late_peer(waiting=waiting, late=late, deadline_s=deadline_s, what=what)
 
 
 class _ShmExchange:
@@ -67,35 +61,38 @@ class _ShmExchange:
             senders=peers,
             spin_us=comm.region.sizes.spin_us,
         )
-        self._timeout_us = round(comm.deadline_s * 1e6)
+        self._first = comm.stage * comm.tp  # rank of tp rank 0
         self._sends = 0 if spec.root_only and comm.tp_rank == 0 else len(peers)
 
     def send_buffer(self, parity: int) -> FloatArray:
         """This rank's buffer of that parity, in the shared mapping."""
-        return self._buffers[parity][self._comm.tp_rank]
+        return self._buffers[parity][self._comm.tp_rank][1]
 
     def sources(self, parity: int) -> list[FloatArray]:
         """All ranks' buffers of that parity, in place."""
-        return self._buffers[parity]
+        return [values for _, values in self._buffers[parity]]
 
     def run(self, num_floats: int, wire_floats: int) -> None:
         """Publish mine and wait for the peers; see comm.base.Exchange.run."""
         check_floats(num_floats, wire_floats, self.capacity_floats)
         self._step = step = (self._step + 1) % WRAP
+        buffers = self._buffers[step & 1]
         self.parity = (step + 1) & 1
         if not self._peers:
             return
-        status = self._waiter.run(step, self._timeout_us)
+        comm = self._comm
+        buffers[comm.tp_rank][0][0] = wire_floats
+        status = self._waiter.run(step, comm.slice_us)
         if status != REACHED:
-            _raise_unreached(
-                status,
-                senders=self._peers,
-                waiting=self._comm.rank,
-                deadline_s=self._comm.deadline_s,
-                what=f"exchange {self._spec.name!r}",
-            )
+            comm.outwait(self._waiter, step, status, self._peers, f"exchange {self._spec.name!r}")
+        for peer in self._peers:
+            if buffers[peer - self._first][0][0] != wire_floats:
+                raise AnyshardError(
+                    f"exchange {self._spec.name!r}: rank {comm.rank} has {wire_floats} floats on"
+                    f" the wire, rank {peer} {buffers[peer - self._first][0][0]}"
+                )
         if self._sends:
-            self._comm.counters.add(
+            comm.counters.add(
                 self._spec.kind,
                 num_floats=num_floats if self._spec.root_only else wire_floats,
                 num_messages=self._sends,
@@ -115,6 +112,8 @@ class Shm:
         self.region = region
         self.signals = region.signals(rank)
         self.deadline_s = deadline_s
+        self.slice_us = round(min(SLICE_S, deadline_s) * 1e6)
+        self._liveness = Liveness(region)
         self.rank = rank
         self.world = wires.world
         self.stage, self.tp_rank = divmod(rank, wires.tp)
@@ -150,24 +149,18 @@ class Shm:
     def send(self, values: FloatArray) -> None:
         """Copy `values` into the ring; waits while the next stage is HOP_DEPTH behind.
 
-        Raises: PeerLost after deadline_s for each stage that comes after, EpochAborted.
+        Raises: PeerLost if a later stage is lost (comm/liveness.py), EpochAborted.
         """
         if self.stage + 1 >= self.pp:
             raise ValueError(f"stage {self.stage} of {self.pp} has no next stage")
         flat = flat_floats(values, self.region.sizes.wires.hop_floats)
         number = self._sent + 1
         if number > HOP_DEPTH:
-            # A later stage may rightly wait for its own successors, each with its own deadline.
-            deadline_s = self.deadline_s * (self.pp - 1 - self.stage)
-            status = self._acks.wait((number - HOP_DEPTH) % WRAP, round(deadline_s * 1e6))
+            acked = (number - HOP_DEPTH) % WRAP
+            status = self._acks.wait(acked, self.slice_us)
             if status != REACHED:
-                _raise_unreached(
-                    status,
-                    senders=(self._next,),
-                    waiting=self.rank,
-                    deadline_s=deadline_s,
-                    what="a hop to the next stage",
-                )
+                what = "a hop to the next stage"
+                self.outwait(self._acks, acked, status, (self._next,), what)
         size, ring = self._out_ring[number % HOP_DEPTH]
         ring[: flat.size] = flat
         size[0] = flat.size
@@ -178,32 +171,49 @@ class Shm:
     def receive(self, into: FloatArray) -> None:
         """Copy the previous stage's next message into `into`.
 
-        Raises: PeerLost after deadline_s for each stage before, EpochAborted; AnyshardError
-        when the sizes differ, with both.
+        Raises: PeerLost if an earlier stage is lost (comm/liveness.py), EpochAborted;
+        AnyshardError when the sizes differ, with both.
         """
         if self.stage == 0:
             raise ValueError("stage 0 has no previous stage")
         flat = flat_floats(into, self.region.sizes.wires.hop_floats)
         number = self._received + 1
-        deadline_s = self.deadline_s * self.stage
-        status = self._hops.wait(number % WRAP, round(deadline_s * 1e6))
+        status = self._hops.wait(number % WRAP, self.slice_us)
         if status != REACHED:
-            _raise_unreached(
-                status,
-                senders=(self._previous,),
-                waiting=self.rank,
-                deadline_s=deadline_s,
-                what="a hop from the previous stage",
-            )
+            what = "a hop from the previous stage"
+            self.outwait(self._hops, number % WRAP, status, (self._previous,), what)
         size, ring = self._in_ring[number % HOP_DEPTH]
-        if int(size[0]) != flat.size:
+        if size[0] != flat.size:
             raise AnyshardError(
                 f"rank {self.rank} expects a hop of {flat.size} floats, rank {self._previous}"
-                f" sent {int(size[0])}"
+                f" sent {size[0]}"
             )
         flat[:] = ring[: flat.size]
         self._received = number
         self.signals.publish(CHANNEL_HOP_ACK, number % WRAP, (self._previous,))
+
+    def outwait(
+        self, waiter: Waiter, value: int, status: int, senders: Sequence[int], what: str
+    ) -> None:
+        """Go on with a wait whose first slice ended with `status`, until it is reached.
+
+        Raises: PeerLost naming the rank that holds us up, EpochAborted.
+        """
+        vigil = Vigil(self._liveness, self.deadline_s)
+        try:
+            while status != REACHED:
+                if status == ABORTED:
+                    raise EpochAborted(f"rank {self.rank}: the epoch ended while waiting in {what}")
+                peer = senders[status - LATE]
+                self._liveness.set_waiting(self.rank, peer)
+                late = vigil.lost(peer)
+                if late is not None:
+                    raise late_peer(
+                        waiting=self.rank, late=late, deadline_s=self.deadline_s, what=what
+                    )
+                status = waiter.wait(value, self.slice_us)
+        finally:
+            self._liveness.set_waiting(self.rank, None)
 
     def close(self) -> None:
         """Nothing of its own; the region belongs to the launcher."""

@@ -12,7 +12,6 @@ memory on every machine. Waits return REACHED, ABORTED, or LATE + i when senders
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import select
 import struct
@@ -22,6 +21,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from anyshard.ops import native_module
 
 __all__ = [
     "ABORTED",
@@ -34,7 +35,6 @@ __all__ = [
     "Signals",
     "SignalsBody",
     "Waiter",
-    "native_module",
 ]
 
 SignalsBody = Literal["native", "pipes"]
@@ -51,15 +51,6 @@ HALF = 1 << 31
 _RECORD = struct.Struct("<HHI")  # sender, channel, value; pipes keep 8 bytes in one piece
 _READ_BYTES = _RECORD.size * 512
 _ABORT_CHANNEL = 0xFFFF
-
-
-def native_module() -> Any:
-    """The compiled `anyshard._native` with the signal primitives, or None."""
-    try:
-        module = importlib.import_module("anyshard._native")
-    except ImportError:
-        return None
-    return module if hasattr(module, "Gather") else None
 
 
 class Waiter(Protocol):
@@ -96,7 +87,7 @@ class NativeSignals:
     """Signals on shared uint32 words [num_channels * members + 1][16]; line 0 is the abort word."""
 
     def __init__(self, words: NDArray[np.uint32], *, member: int, num_members: int) -> None:
-        self._native = native_module()
+        self._native: Any = native_module()
         self._words = words
         self._member = member
         self._num_members = num_members

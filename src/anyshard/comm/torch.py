@@ -3,8 +3,12 @@
 The only importer of torch on the path, and only inside a rank. Uses `ProcessGroupGloo` itself,
 not the module-wide default group: no global state, and the device is loopback by argument. The
 rendezvous is a FileStore on a memfd that the ranks inherited, so no file is ever left behind.
-Never an `*_object*` collective (they pickle). A Gloo wait that times out poisons its pair, so
-every wait has the whole deadline and a failure ends the rank.
+Never an `*_object*` collective (they pickle).
+
+A Gloo wait that times out poisons its pair, so there is none shorter than `_GLOO_TIMEOUT`: a dead
+peer breaks its connections and ends the wait at once, and about a silent one the front decides.
+It sees whom a rank waits for (comm/liveness.py); in an all-gather, where any peer may be late,
+every rank names the next one of the group, so that following them leads to who is not there.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ from anyshard.comm.base import (
     Counters,
     ExchangeSpec,
     FloatArray,
-    WireSizes,
     check_floats,
     flat_floats,
 )
-from anyshard.comm.control import STARTUP_S
+from anyshard.comm.liveness import Liveness
+from anyshard.comm.region import EpochRegion
 from anyshard.errors import PeerLost
 
 __all__ = ["Torch"]
@@ -36,6 +40,7 @@ __all__ = ["Torch"]
 _distributed: Any = distributed  # its stubs leave out most of what is used here
 _HOP_TAG = 0
 _FIRST_EXCHANGE_TAG = 1
+_GLOO_TIMEOUT = timedelta(days=1)
 
 
 class _TorchExchange:
@@ -74,30 +79,28 @@ class _TorchExchange:
                 (self._own_copy if peer == mine else self._tensors[peer])[:wire_floats]
                 for peer in range(comm.tp)
             ]
-            with comm.losing_peers(self._what):
-                comm.finish(
-                    comm.group.allgather([outputs], [self._tensors[mine][:wire_floats]]),
-                    self._what,
-                )
+            with comm.waiting(comm.next_in_group, self._what):
+                inputs = [self._tensors[mine][:wire_floats]]
+                comm.group.allgather([outputs], inputs).wait(_GLOO_TIMEOUT)
             comm.counters.add(self._spec.kind, num_floats=wire_floats, num_messages=comm.tp - 1)
         elif comm.tp_rank == 0:
             self._receive_all(wire_floats)
         else:
             mine_tensor = self._tensors[comm.tp_rank][:num_floats]
-            with comm.losing_peers(self._what):
-                comm.finish(comm.group.send([mine_tensor], 0, self._tag), self._what)
+            with comm.waiting(comm.first_in_group, self._what):
+                comm.group.send([mine_tensor], 0, self._tag).wait(_GLOO_TIMEOUT)
             comm.counters.add(self._spec.kind, num_floats=num_floats, num_messages=1)
 
     def _receive_all(self, wire_floats: int) -> None:
         """The root posts all receives, then waits: a shorter message fills the front part."""
         comm = self._comm
-        with comm.losing_peers(self._what):
-            works = [
-                comm.group.recv([self._tensors[peer][:wire_floats]], peer, self._tag)
-                for peer in range(1, comm.tp)
-            ]
-            for work in works:
-                comm.finish(work, self._what)
+        works = [
+            comm.group.recv([self._tensors[peer][:wire_floats]], peer, self._tag)
+            for peer in range(1, comm.tp)
+        ]
+        for peer, work in enumerate(works, 1):
+            with comm.waiting(comm.first_in_group + peer, self._what):
+                work.wait(_GLOO_TIMEOUT)
 
     @property
     def _what(self) -> str:
@@ -105,32 +108,36 @@ class _TorchExchange:
 
 
 class Torch:
-    """One rank over Gloo on this host.
+    """One rank over Gloo on this host; all ranks of `region` must make one.
 
-    `store_fd` is a memfd that all ranks inherited (EpochRegion.store_fd). Raises: PeerLost if
-    not all ranks arrive within STARTUP_S (or `deadline_s`, if that is longer).
+    Raises: ValueError in a region of threads, PeerLost when a peer breaks its connections.
     """
 
     kind: CommKind = "torch"
 
-    def __init__(
-        self, sizes: WireSizes, *, rank: int, store_fd: int, deadline_s: float = 10.0
-    ) -> None:
+    def __init__(self, region: EpochRegion, *, rank: int) -> None:
+        sizes = region.sizes.wires
+        if region.store_fd < 0:
+            raise ValueError("torch needs ranks that are processes; these are threads")
         self.rank = rank
         self.world = sizes.world
         self.tp = sizes.tp
         self.pp = sizes.pp
         self.stage, self.tp_rank = divmod(rank, sizes.tp)
-        self.deadline_s = deadline_s
+        self.first_in_group = rank - self.tp_rank
+        self.next_in_group = self.first_in_group + (self.tp_rank + 1) % sizes.tp
         self.counters = Counters()
         self._sizes = sizes
+        self._liveness = Liveness(region)
         torch.set_num_threads(1)
-        self._timeout = timedelta(seconds=deadline_s)
-        with self.losing_peers("the rendezvous"):
-            store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", self.world)
-            store.set_timeout(timedelta(seconds=max(deadline_s, STARTUP_S)))  # imports take a while
+        store = _distributed.FileStore(f"/proc/self/fd/{region.store_fd}", self.world)
+        store.set_timeout(_GLOO_TIMEOUT)
+        with self.waiting(self.next_in_group, "the rendezvous"):
             self.group = self._gloo(store, f"stage{self.stage}", self.tp_rank, self.tp)
-            self._hops = self._gloo(store, "hops", rank, self.world) if self.pp > 1 else None
+        self._hops = None
+        if self.pp > 1:
+            with self.waiting((rank + 1) % self.world, "the rendezvous of all stages"):
+                self._hops = self._gloo(store, "hops", rank, self.world)
         self._exchanges = {
             spec.name: _TorchExchange(self, index, spec)
             for index, spec in enumerate(sizes.exchanges)
@@ -142,25 +149,24 @@ class Torch:
     def _gloo(self, store: Any, name: str, rank: int, size: int) -> Any:
         options = _distributed.ProcessGroupGloo._Options()
         options._devices = [_distributed.ProcessGroupGloo.create_device(interface="lo")]
-        options._timeout = self._timeout
+        options._timeout = _GLOO_TIMEOUT
         return _distributed.ProcessGroupGloo(
             _distributed.PrefixStore(name, store), rank, size, options
         )
 
     @contextmanager
-    def losing_peers(self, what: str) -> Iterator[None]:
-        """Gloo's RuntimeError inside becomes PeerLost."""
+    def waiting(self, peer: int, what: str) -> Iterator[None]:
+        """This rank waits for `peer` inside; Gloo's RuntimeError becomes PeerLost."""
+        if peer != self.rank:
+            self._liveness.set_waiting(self.rank, peer)
         try:
             yield
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             message = f"rank {self.rank} lost a peer in {what}: {first_line}"
             raise PeerLost(message) from error
-
-    def finish(self, work: Any, what: str) -> None:
-        """Wait for a Gloo work. Raises: PeerLost when it has not ended by the deadline."""
-        if not work.wait(self._timeout):
-            raise PeerLost(f"rank {self.rank} waited {self.deadline_s:g} s in {what}")
+        finally:
+            self._liveness.set_waiting(self.rank, None)
 
     def exchange(self, name: str) -> _TorchExchange:
         """The exchange of that name. Raises: ValueError naming those that exist."""
@@ -174,9 +180,9 @@ class Torch:
         flat = flat_floats(values, self._sizes.hop_floats)
         slot = self._sent % HOP_DEPTH
         self._sent += 1
-        with self.losing_peers("a hop to the next stage"):
+        with self.waiting(self.rank + self.tp, "a hop to the next stage"):
             if self._under_way[slot] is not None:
-                self.finish(self._under_way[slot], "a hop to the next stage")
+                self._under_way[slot].wait(_GLOO_TIMEOUT)
             message = self._ring[slot][: flat.size]
             message.numpy()[:] = flat
             self._under_way[slot] = self._hops.send([message], self.rank + self.tp, _HOP_TAG)
@@ -187,9 +193,8 @@ class Torch:
         if self._hops is None or self.stage == 0:
             raise ValueError("stage 0 has no previous stage")
         tensor = torch.from_numpy(flat_floats(into, self._sizes.hop_floats))
-        with self.losing_peers("a hop from the previous stage"):
-            work = self._hops.recv([tensor], self.rank - self.tp, _HOP_TAG)
-            self.finish(work, "a hop from the previous stage")
+        with self.waiting(self.rank - self.tp, "a hop from the previous stage"):
+            self._hops.recv([tensor], self.rank - self.tp, _HOP_TAG).wait(_GLOO_TIMEOUT)
 
     def close(self) -> None:
         """Forget the groups; a rank that leaves by exit code need not call it."""

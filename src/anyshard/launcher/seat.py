@@ -71,14 +71,13 @@ class Seat:
 
         "shm" and "threads" are one body over this epoch's mapping, and Solo in a world of one;
         "torch" imports torch here. Raises: ValueError for "solo" with more ranks, or "torch"
-        among threads; PeerLost if the peers of "torch" do not arrive.
+        among threads.
         """
         wires, deadline_s = self.start.sizes.wires, self.start.deadline_s
         if kind == "torch":
             from anyshard.comm.torch import Torch
 
-            store_fd = self.region.store_fd
-            return Torch(wires, rank=self.rank, store_fd=store_fd, deadline_s=deadline_s)
+            return Torch(self.region, rank=self.rank)
         if kind == "solo" or self.start.world == 1:
             return Solo(wires)
         return Shm(self.region, rank=self.rank, deadline_s=deadline_s, kind=self.kind)
