@@ -4,7 +4,7 @@
 
 Every arm is a process that stays warm and gets its commands by pipe; a round runs all arms once,
 one at a time, in an order that turns from round to round, so that a slow minute of the machine
-hits all alike. HF has an environment of its own, made here when it is missing. Both sides get the
+hits all alike. HF has an environment of its own, which `make bench` makes. Both sides get the
 same token ids and the same weights, and give greedy tokens, which are compared.
 
 decode: tokens 2 to 128 after a prompt of 16, batch of one. prefill: a prompt of 256 up to its first
@@ -23,9 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from dataclasses import dataclass, field
 from datetime import date
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +37,6 @@ from anyshard.tokenizer import open_tokenizer
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TEXT = ROOT / "tests" / "texts" / "english.txt"
-PEER_PACKAGES = ("torch==2.13.0", "transformers", "numpy")
 PAUSE_S = 0.3  # between arms: the threads of the last one stop spinning
 FIRST_TOKEN_S = 3.0  # bound on the first token of the command, warm
 CLAIM_BROKEN = 4  # exit code
@@ -87,22 +86,15 @@ class Arm:
 
 
 def peer_environment(folder: Path) -> Path:
-    """The Python of HF's own environment; makes it if it is not there (1.2 GB, some minutes)."""
-    python, stamp = folder / "bin" / "python", folder / ".installed"
-    if not stamp.exists():
-        print(f"making {folder.name} for HF transformers", file=sys.stderr)
-        venv.create(folder, with_pip=True)
-        install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        pinned = ["--constraint", str(ROOT / "constraints.txt"), *PEER_PACKAGES]
-        subprocess.run([str(python), *install, *pinned], check=True)
-        stamp.touch()
+    """The Python of HF's own environment; ends the benchmark if it is not there."""
+    python = folder / "bin" / "python"
+    if not (folder / ".installed").exists():
+        sys.exit(f"{folder} is not there or not finished; `make bench` makes it (1.2 GB)")
     return python
 
 
 def write_weights(checkpoint: Checkpoint, directory: Path) -> None:
     """The model as an HF directory: the float32 values that anyshard computes with."""
-    from safetensors.numpy import save_file
-
     c = checkpoint.config
     raw = {
         "architectures": ["LlamaForCausalLM"],
@@ -121,8 +113,23 @@ def write_weights(checkpoint: Checkpoint, directory: Path) -> None:
         "tie_word_embeddings": c.tied,
     }
     (directory / "config.json").write_text(json.dumps(raw))
-    weights = {hf_name(name): checkpoint.read(name) for name in c.tensor_shapes()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    shapes = {hf_name(name): shape for name, shape in c.tensor_shapes().items()}
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(safetensors_header(shapes))
+        for name in c.tensor_shapes():
+            file.write(checkpoint.read(name).tobytes())
+
+
+def safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    """Length and JSON of a file that holds float32 tensors of these shapes, in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:

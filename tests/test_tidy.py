@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -350,6 +352,14 @@ def test_package_keeps(rule: str) -> None:
 
 def test_package_has_no_import_cycle() -> None:
     report(list(import_cycles(package_sources())))
+
+
+def test_what_is_installed_for_users_is_what_the_package_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = {re.split(r"[^\w.-]", each)[0] for each in project["dependencies"]}
+    own = {*sys.stdlib_module_names, "anyshard", "torch"}  # torch comes with an extra
+    names = {name for source in package_sources() for _, name in imports(source)}
+    assert declared == {name.split(".")[0] for name in names} - own
 
 
 def test_code_files_are_of_a_size_one_reads() -> None:
