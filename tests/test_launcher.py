@@ -274,6 +274,16 @@ def test_control_z_does_not_stop_ranks() -> None:
         front.wait_result(front.send_frame(wrong(7, rank=1)))
 
 
+def test_a_term_for_the_whole_group_is_the_fronts() -> None:
+    with launched() as handle:
+        front = begin(handle)
+        front.wait_ready()
+        for pid in (handle.pid, *handle.pids):
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+        front.wait_result(front.send_frame(FINE))
+
+
 def test_a_killed_launcher_is_noticed_and_its_ranks_die() -> None:
     with launched() as handle:
         front = begin(handle)
@@ -297,6 +307,86 @@ def test_a_stopped_launcher_is_lost_after_the_deadline() -> None:
         with pytest.raises(PeerLost, match="the launcher has been stopped"):
             poll_for(handle, NOTICE_S)
         gone_within([handle.pid, *pids], NOTICE_S)
+
+
+@pytest.mark.parametrize("method", ["_Launcher._begin", "_Epoch.kill"])
+def test_a_launcher_that_does_not_answer_is_lost(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"anyshard.launcher.process.{method}", lambda *given: time.sleep(60))
+    with launched(deadline_s=0.3) as handle:
+        handle.wait_loaded(deadline_s=10.0)
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match=r"the launcher has given no sign of life for 0\.3 s"):
+            handle.start(Start(epoch=1, payload=b"", sizes=sizes()))
+            handle.end()
+        assert time.monotonic() - started < NOTICE_S
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_nobody_waits_for_a_load_that_is_of_no_use_any_more(is_waiting: bool) -> None:
+    def load(progress: Any) -> tuple[object, bytes]:
+        progress(1, 100)
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            time.sleep(0 if is_waiting else 60)
+        return None, b""
+
+    with launched(load) as handle:
+        if is_waiting:
+            with pytest.raises(PeerLost, match=r"loading took more than 0\.1 s"):
+                handle.wait_loaded(deadline_s=0.1)
+        started = time.monotonic()
+        handle.close()
+        assert time.monotonic() - started < 0.3
+        assert is_gone(handle.pid)
+
+
+def test_signals_of_the_fork_are_handled_by_the_front_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both processes get SIGINT and SIGTERM the moment they are two."""
+    front_pid, fork, seen = os.getpid(), os.fork, []
+
+    def handler(number: int, frame: Any) -> None:
+        if os.getpid() != front_pid:
+            os._exit(99)  # not here
+        seen.append(number)
+
+    def signalled_fork() -> int:
+        pid = fork()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return pid
+
+    before = [signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fork", signalled_fork)
+            handle = fork_launcher(no_load, serve)
+        assert sorted(seen) == [signal.SIGINT, signal.SIGTERM]
+        begin(handle).wait_ready()
+        for pid in ("self", handle.pid, *handle.pids):
+            assert "\nSigBlk:\t0000000000000000\n" in Path(f"/proc/{pid}/status").read_text()
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    handle.close()
+
+
+def test_control_c_during_the_fork_leaves_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, pids = os.fork, []
+
+    def interrupted_fork() -> int:
+        if pid := fork():
+            pids.append(pid)
+            os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    monkeypatch.setattr(os, "fork", interrupted_fork)
+    with pytest.raises(KeyboardInterrupt):
+        fork_launcher(no_load, serve)
+    assert is_gone(pids[0])
 
 
 def test_epochs_follow_each_other_in_any_layout_without_leaks() -> None:
@@ -364,6 +454,15 @@ def test_a_launcher_with_threads_refuses_to_fork() -> None:
 
     with launched(load) as handle, pytest.raises(AnyshardError, match="2 threads"):
         begin(handle)
+
+
+def test_threads_that_are_about_to_end_do_not_keep_a_launcher_from_forking() -> None:
+    def load(progress: Any) -> tuple[object, bytes]:
+        threading.Thread(target=time.sleep, args=(0.3,), daemon=True).start()
+        return None, b"ready"
+
+    with launched(load) as handle:
+        begin(handle).wait_ready()
 
 
 def test_sizes_that_cannot_be_had_are_an_error_and_not_a_hang() -> None:

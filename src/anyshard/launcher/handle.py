@@ -12,6 +12,7 @@ import time
 from typing import NoReturn, Protocol
 
 from anyshard.comm.control import FrontControl
+from anyshard.comm.liveness import Patience, processor_ticks
 from anyshard.comm.region import EpochRegion
 from anyshard.errors import AnyshardError, PeerLost, UserError
 from anyshard.launcher.channel import (
@@ -34,6 +35,7 @@ __all__ = ["LauncherHandle", "RankGroup", "fork_launcher"]
 
 _SLICE_S = 0.05
 _CLOSE_S = 2.0
+_FRONTS_OWN = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)  # its handlers run in no child
 
 
 class RankGroup(Protocol):
@@ -76,7 +78,8 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
     """Fork the launcher, which begins to load at once.
 
     Call it early: before any thread, and before anything large is imported. `deadline_s` bounds
-    how long the launcher may stay stopped. Both functions run in forked processes only.
+    how long the launcher may stay stopped or silent (comm/liveness.py). Both functions run in
+    forked processes only.
 
     Raises: AnyshardError off the main thread (the launcher would die with that thread).
     """
@@ -87,12 +90,23 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by the caller's shell
             stream.flush()
-    pid = os.fork()
-    if pid == 0:
-        front.close()
-        run_launcher(launcher, front_pid, load, rank_main)
-    launcher.close()
-    return LauncherHandle(front, pid, deadline_s=deadline_s)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FRONTS_OWN)
+    handle: LauncherHandle | None = None
+    try:
+        pid = os.fork()
+        if pid == 0:
+            front.close()
+            run_launcher(launcher, front_pid, load, rank_main, mask)
+        launcher.close()
+        handle = LauncherHandle(front, pid, deadline_s=deadline_s)
+    finally:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what has waited is handled here
+        except BaseException:
+            if handle is not None:
+                handle.close()
+            raise
+    return handle
 
 
 def raise_lost(lost: RankLost) -> NoReturn:
@@ -121,6 +135,7 @@ class LauncherHandle:
         self._stopped_at: float | None = None
         self._exit_status: int | None = None
         self._epoch = -1
+        self._may_have_ranks = False
         self._lost: RankLost | None = None
         self._gone = ""  # why the launcher is no more
 
@@ -150,9 +165,11 @@ class LauncherHandle:
         """See RankGroup.start."""
         self._forget_epoch()
         self._epoch = start.epoch
+        self._may_have_ranks = True
         self._send(start)
+        patience = Patience(self._deadline_s)
         while True:
-            message, descriptors = self._next_with_descriptors(_SLICE_S)
+            message, descriptors = self._next_with_descriptors(_SLICE_S, patience)
             match message:
                 case Started(epoch, pids) if epoch == start.epoch:
                     self.pids = pids
@@ -184,8 +201,9 @@ class LauncherHandle:
             return
         epoch, self._epoch = self._epoch, -1
         self._send(End(epoch))
+        patience = Patience(self._deadline_s)
         while True:
-            match self._next_message(_SLICE_S):
+            match self._next_message(_SLICE_S, patience):
                 case Ended(ended) if ended == epoch:
                     break
                 case _:
@@ -193,14 +211,15 @@ class LauncherHandle:
         self._forget_epoch()
 
     def close(self) -> None:
-        """See RankGroup.close; two seconds of grace, then SIGKILL."""
+        """See RankGroup.close; SIGKILL, after two seconds of grace if it has ranks to reap."""
         if self._exit_status is None:
-            with contextlib.suppress(ChannelClosed, OSError):
-                self._channel.send(Stop())
-            deadline = time.monotonic() + _CLOSE_S
-            while self._reap(os.WNOHANG) is None and time.monotonic() < deadline:
-                time.sleep(0.002)
-            if self._exit_status is None:
+            if self._may_have_ranks:
+                with contextlib.suppress(ChannelClosed, OSError):
+                    self._channel.send(Stop())
+                deadline = time.monotonic() + _CLOSE_S
+                while self._reap(os.WNOHANG) is None and time.monotonic() < deadline:
+                    time.sleep(0.002)
+            if self._reap(os.WNOHANG) is None:
                 os.kill(self.pid, signal.SIGKILL)
                 self._reap(0)
         self._channel.close()
@@ -229,14 +248,19 @@ class LauncherHandle:
         except ChannelClosed:
             self._launcher_gone()
 
-    def _next_message(self, timeout_s: float) -> Message | None:
-        message, descriptors = self._next_with_descriptors(timeout_s)
+    def _next_message(self, timeout_s: float, patience: Patience | None = None) -> Message | None:
+        message, descriptors = self._next_with_descriptors(timeout_s, patience)
         for descriptor in descriptors:
             os.close(descriptor)
         return message
 
-    def _next_with_descriptors(self, timeout_s: float) -> tuple[Message | None, list[int]]:
-        """The launcher's next message, or None after `timeout_s`; raises if it is gone."""
+    def _next_with_descriptors(
+        self, timeout_s: float, patience: Patience | None
+    ) -> tuple[Message | None, list[int]]:
+        """The launcher's next message, or None after `timeout_s`.
+
+        Raises: PeerLost if it is gone, or lost by the rule of comm/liveness.py.
+        """
         if self._gone:
             raise PeerLost(self._gone)
         if self._readable.poll(timeout_s * 1e3):
@@ -245,6 +269,9 @@ class LauncherHandle:
             except (ChannelClosed, TimeoutError):
                 self._launcher_gone()
         self._watch_launcher()
+        if patience is not None and patience.is_over(processor_ticks(self.pid)):
+            silent = f"the launcher has given no sign of life for {self._deadline_s:g} s"
+            self._launcher_gone(silent)
         return None, []
 
     def _reap(self, flags: int) -> int | None:

@@ -47,7 +47,16 @@ _TICK_S = 0.25
 _RECEIVE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_KEPT_FROM_TERMINAL = (signal.SIGINT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+#: The front's alone, which ends or stops everybody; sent to the whole process group, they would
+#: race its own account of what happened. Stop and the parent's death end launcher and ranks.
+_FOR_THE_FRONT = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+_ALONE_S = 1.0  # a joined thread is listed for a moment longer
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +79,11 @@ def signal_text(number: int) -> str:
 
 
 def _num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Threads of this process; waits a moment until it is one."""
+    deadline = time.monotonic() + _ALONE_S
+    while (number := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return number
 
 
 @dataclass
@@ -143,6 +156,7 @@ class _Epoch:
     def fault(self) -> tuple[int, str, int] | None:
         """(rank, reason, exit code) of what ends this epoch, if anything does.
 
+        Its part of the rule in comm/liveness.py: who is dead, and who has been stopped.
         A stopped rank is named before those that gave up waiting for it, and a killed one
         before those that only noticed.
         """
@@ -194,12 +208,19 @@ class _Epoch:
         return max(0.0, min([*waits, _TICK_S]))
 
 
-def run_launcher(channel: Channel, front_pid: int, load: Load, rank_main: RankMain) -> NoReturn:
-    """The life of the launcher, after its fork."""
+def run_launcher(
+    channel: Channel,
+    front_pid: int,
+    load: Load,
+    rank_main: RankMain,
+    mask: set[int | signal.Signals],
+) -> NoReturn:
+    """The life of the launcher, after its fork; `mask` is set once its dispositions stand."""
     status = 1
     try:
         die_with_parent(front_pid, "anyshard-launch")
         _leave_terminal()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = _serve(channel, load, rank_main)
     except ChannelClosed:
         status = 0  # the front has gone first
@@ -213,9 +234,8 @@ def run_launcher(channel: Channel, front_pid: int, load: Load, rank_main: RankMa
 
 def _leave_terminal() -> None:
     """Ctrl-C and Ctrl-Z are the front's; stdin is empty; stdout stays free for the answer."""
-    for number in _KEPT_FROM_TERMINAL:
+    for number in _FOR_THE_FRONT:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_fd, 0)
     os.close(null_fd)
