@@ -13,7 +13,7 @@ BUILT_FROM := pyproject.toml constraints.txt src/anyshard/ops/coefficients.py \
 
 NATIVE := $(BIN)/python scripts/native.py
 
-.PHONY: help demo setup check test test-all bench format clean distclean
+.PHONY: help demo setup check test test-all sanitize pure readme bench format clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -35,6 +35,15 @@ test: setup ## the tests that take minutes
 
 test-all: setup ## every test
 	@$(BIN)/pytest $(PYTEST_FLAGS)
+
+sanitize: setup ## the native tests under address and undefined-behaviour sanitizers
+	@$(BIN)/python scripts/sanitize.py $(PYTEST_FLAGS)
+
+pure: setup ## an installation without a compiler gives the same bits
+	@$(BIN)/python scripts/pure.py
+
+readme: setup ## the README shows what its commands print
+	@$(BIN)/python scripts/readme.py --check
 
 bench: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.installed ## speed, interleaved with HF transformers
 	@$(BIN)/python benchmarks/hf.py $(BENCH_FLAGS)
