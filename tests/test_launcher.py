@@ -314,7 +314,8 @@ def test_a_launcher_that_does_not_answer_is_lost(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"anyshard.launcher.process.{method}", lambda *given: time.sleep(60))
-    with launched(deadline_s=0.3) as handle:
+    monkeypatch.setattr("anyshard.launcher.handle._ANSWER_S", 0.3)
+    with launched(deadline_s=0.1) as handle:
         handle.wait_loaded(deadline_s=10.0)
         started = time.monotonic()
         with pytest.raises(PeerLost, match=r"the launcher has given no sign of life for 0\.3 s"):

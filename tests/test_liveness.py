@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,7 +15,7 @@ from test_comm import BODIES, KINDS, Body, Work, rows, running, serve, sizes
 
 from anyshard.comm.base import Comm
 from anyshard.comm.control import RankStatus
-from anyshard.comm.liveness import Liveness, Patience
+from anyshard.comm.liveness import Liveness, Patience, processor_sign
 from anyshard.comm.region import EpochRegion
 from anyshard.errors import PeerLost
 from anyshard.launcher import Seat
@@ -118,6 +122,21 @@ def test_whoever_waits_is_not_the_culprit() -> None:
     RankStatus(region, 1).beat()
     assert liveness.sign(1) != before
     region.close_descriptors()
+
+
+@pytest.mark.ranks
+def test_wanting_a_processor_is_a_sign_of_life_and_being_stopped_is_none() -> None:
+    spinning = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(spinning) as process:
+        try:
+            signs = {processor_sign(process.pid) for _ in range(50)}
+            assert len(signs) > 10  # far more often than a tick
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            assert len({processor_sign(process.pid) for _ in range(50)}) == 1
+        finally:
+            process.kill()
+    assert processor_sign(process.pid) == (0, 0.0)
 
 
 def test_a_freeze_of_everybody_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:

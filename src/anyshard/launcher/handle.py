@@ -12,7 +12,7 @@ import time
 from typing import NoReturn, Protocol
 
 from anyshard.comm.control import FrontControl
-from anyshard.comm.liveness import Patience, processor_ticks
+from anyshard.comm.liveness import Patience, processor_sign
 from anyshard.comm.region import EpochRegion
 from anyshard.errors import AnyshardError, PeerLost, UserError
 from anyshard.launcher.channel import (
@@ -35,6 +35,7 @@ __all__ = ["LauncherHandle", "RankGroup", "fork_launcher"]
 
 _SLICE_S = 0.05
 _CLOSE_S = 2.0
+_ANSWER_S = 10.0  # at least; killed ranks may take seconds to give their memory back
 _FRONTS_OWN = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)  # its handlers run in no child
 
 
@@ -78,8 +79,8 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
     """Fork the launcher, which begins to load at once.
 
     Call it early: before any thread, and before anything large is imported. `deadline_s` bounds
-    how long the launcher may stay stopped or silent (comm/liveness.py). Both functions run in
-    forked processes only.
+    how long the launcher may stay stopped; silent (comm/liveness.py) it may be for ten seconds,
+    or `deadline_s` if that is longer. Both functions run in forked processes only.
 
     Raises: AnyshardError off the main thread (the launcher would die with that thread).
     """
@@ -129,6 +130,7 @@ class LauncherHandle:
         self.pids: list[int] = []
         self._channel = channel
         self._deadline_s = deadline_s
+        self._answer_s = max(deadline_s, _ANSWER_S)
         self._readable = select.poll()
         self._readable.register(channel, select.POLLIN)
         self._region: EpochRegion | None = None
@@ -167,7 +169,7 @@ class LauncherHandle:
         self._epoch = start.epoch
         self._may_have_ranks = True
         self._send(start)
-        patience = Patience(self._deadline_s)
+        patience = Patience(self._answer_s)
         while True:
             message, descriptors = self._next_with_descriptors(_SLICE_S, patience)
             match message:
@@ -201,7 +203,7 @@ class LauncherHandle:
             return
         epoch, self._epoch = self._epoch, -1
         self._send(End(epoch))
-        patience = Patience(self._deadline_s)
+        patience = Patience(self._answer_s)
         while True:
             match self._next_message(_SLICE_S, patience):
                 case Ended(ended) if ended == epoch:
@@ -269,8 +271,8 @@ class LauncherHandle:
             except (ChannelClosed, TimeoutError):
                 self._launcher_gone()
         self._watch_launcher()
-        if patience is not None and patience.is_over(processor_ticks(self.pid)):
-            silent = f"the launcher has given no sign of life for {self._deadline_s:g} s"
+        if patience is not None and patience.is_over(processor_sign(self.pid)):
+            silent = f"the launcher has given no sign of life for {self._answer_s:g} s"
             self._launcher_gone(silent)
         return None, []
 
