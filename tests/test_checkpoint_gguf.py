@@ -295,12 +295,24 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "name too long": (file_bytes(tensors=(tensor("t" * 65, (8,)),), payload=64), "has 65 bytes"),
     "type that cannot be read": (
-        file_bytes(tensors=(tensor("t", (256,), kind=14),), payload=256),
-        "stored as Q6_K; F32, Q4_1, Q8_0 can be read",
+        file_bytes(tensors=(tensor("t", (256,), kind=10),), payload=256),
+        "stored as Q2_K; F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K can",
     ),
     "type that does not exist": (
         file_bytes(tensors=(tensor("t", (256,), kind=250),), payload=256),
         "stored as type number 250; F32",
+    ),
+    "row of a K type that is no whole block": (
+        file_bytes(tensors=(tensor("t", (288, 2), kind=14),), payload=512),
+        "rows of 288, not a multiple of the Q6_K block 256",
+    ),
+    "K blocks that the file cuts": (
+        file_bytes(tensors=(tensor("t", (256, 2), kind=12),), payload=287),
+        "ends at byte 384, but the file ends at byte 383",
+    ),
+    "half of an fp16": (
+        file_bytes(tensors=(tensor("t", (3,), kind=1),), payload=5),
+        "ends at byte 70, but the file ends at byte 69",
     ),
     "row that is no whole block": (
         file_bytes(tensors=(tensor("t", (40, 2), kind=8),), payload=256),

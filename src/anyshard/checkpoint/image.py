@@ -16,7 +16,8 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -35,6 +36,7 @@ LANES: Final = 8  # outputs side by side in a panel
 _MATRIX_ALIGNMENT: Final = 4096
 _VECTOR_ALIGNMENT: Final = 64
 _CHUNK_BYTES: Final = 4 << 20  # float32 bytes that the NumPy body widens at a time
+_NATIVE_TYPES: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_1"})  # of pack_panels
 _Packer = Callable[[NDArray[np.float32], TensorSource], bool]
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -214,14 +216,40 @@ def _packer(choice: KernelChoice, threads: int) -> _Packer:
     if kernels.body == "reference":
         return _pack_numpy
 
-    def pack(target: NDArray[np.float32], source: TensorSource) -> bool:
-        num_rows, num_columns = source.shape
+    def pack_raw(
+        target: NDArray[np.float32],
+        raw: NDArray[np.uint8],
+        kind: str,
+        num_rows: int,
+        row_map: NDArray[np.int32] | None,
+    ) -> bool:
         finite: bool = kernels.module.pack_panels(
-            kernels.pool, target, source.raw, source.type, num_rows, num_columns, source.row_map
+            kernels.pool, target, raw, kind, num_rows, target.shape[1], row_map
         )
         return finite
 
+    def pack(target: NDArray[np.float32], source: TensorSource) -> bool:
+        if source.type in _NATIVE_TYPES:
+            return pack_raw(target, source.raw, source.type, source.shape[0], source.row_map)
+        finite = True
+        for panel, rows in _widened(source, threads):
+            raw, stop = rows.view(np.uint8).reshape(-1), panel + -(-len(rows) // LANES)
+            finite = pack_raw(target[panel:stop], raw, "F32", len(rows), None) and finite
+        return finite
+
     return pack
+
+
+def _widened(source: TensorSource, threads: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """(first panel, rows widened by NumPy) in order; at most `threads` pieces exist at a time."""
+    num_rows, num_columns = source.shape
+    step = max(1, _CHUNK_BYTES // (num_columns * 4 * LANES)) * LANES
+    starts = range(0, num_rows, step)
+    with ThreadPoolExecutor(threads) as pool:  # NumPy's loops run without the GIL
+        for first in range(0, len(starts), threads):
+            batch = starts[first : first + threads]
+            pieces = pool.map(lambda n: source.read_rows(n, min(n + step, num_rows)), batch)
+            yield from zip((start // LANES for start in batch), pieces, strict=True)
 
 
 def _pack_numpy(target: NDArray[np.float32], source: TensorSource) -> bool:

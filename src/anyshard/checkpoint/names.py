@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.checkpoint.gguf import GgufFile, GgufTensor, read_gguf
+from anyshard.checkpoint.gguf import GgufFile, GgufTensor
 from anyshard.checkpoint.safetensors import SafeTensor, read_json_object, read_safetensors
 from anyshard.checkpoint.source import (
     Checkpoint,
@@ -24,6 +24,7 @@ from anyshard.checkpoint.source import (
     check_depth,
     check_tensors,
 )
+from anyshard.checkpoint.split import read_whole_gguf
 from anyshard.config import ModelConfig, config_from_gguf, config_from_hf
 from anyshard.errors import CheckpointError
 
@@ -88,16 +89,11 @@ def rotate_half_rows(num_heads: int, head_dim: int) -> NDArray[np.int32]:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A checkpoint from one GGUF file of architecture llama or qwen2.
+    """A checkpoint from one GGUF file, or from all parts of a split one.
 
     Raises: CheckpointError naming the file and the key or tensor.
     """
-    file = read_gguf(path)
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(
-            f"{path}: is one of {file.metadata['split.count']} parts; merge them into one file "
-            "(llama-gguf-split --merge)"
-        )
+    file = read_whole_gguf(path)
     config = _gguf_config(file)
     check_depth(config, len(file.tensors), label=str(path))
     names = {name: gguf_name(name) for name in config.tensor_shapes()}
@@ -119,7 +115,7 @@ def open_gguf(path: Path) -> Checkpoint:
     material = None
     if "tokenizer.ggml.model" in file.metadata:
         material = TokenizerMaterial(label=str(path), metadata=file.metadata)
-    return Checkpoint(path=path, config=config, sources=sources, tokenizer_material=material)
+    return Checkpoint(path=file.path, config=config, sources=sources, tokenizer_material=material)
 
 
 def _in_hf_order(
