@@ -35,7 +35,9 @@ __all__ = ["LANES", "ImageTensor", "WeightImage", "build_image"]
 LANES: Final = 8  # outputs side by side in a panel
 _MATRIX_ALIGNMENT: Final = 4096
 _VECTOR_ALIGNMENT: Final = 64
-_CHUNK_BYTES: Final = 4 << 20  # float32 bytes that the NumPy body widens at a time
+_CHUNK_BYTES: Final = (
+    1 << 20
+)  # float32 bytes that NumPy widens at a time; four times as many are slower
 _NATIVE_TYPES: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_1"})  # of pack_panels
 _Packer = Callable[[NDArray[np.float32], TensorSource], bool]
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL

@@ -188,7 +188,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
             name=name,
             file_name=file_name,
             shape=tensors[file_name].shape,
-            type="F32",
+            type=tensors[file_name].type,
             raw=tensors[file_name].raw,
         )
         for name, file_name in names.items()
@@ -247,7 +247,8 @@ def _refuse_hf_leftovers(
             continue  # inv_freq follows from rope_theta; old exports store it
         if name == "lm_head.weight" and config.tied:
             embed = tensors.get("model.embed_tokens.weight")
-            if embed is not None and np.array_equal(embed.raw, tensor.raw):
+            same_type = embed is not None and embed.type == tensor.type
+            if embed is not None and same_type and np.array_equal(embed.raw, tensor.raw):
                 continue
             raise CheckpointError(
                 f"{label}: tensor {name!r} differs from model.embed_tokens.weight, but "
