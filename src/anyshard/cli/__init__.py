@@ -18,6 +18,7 @@ from cyclopts.config import Env
 from cyclopts.exceptions import CycloptsError
 
 from anyshard import __version__
+from anyshard.cli.chat import chat
 from anyshard.cli.generate import generate
 from anyshard.errors import AnyshardError
 
@@ -29,7 +30,8 @@ app = App(
     version=__version__,
     config=Env("ANYSHARD_", command=False),
 )
-app.command(generate)
+for verb in (generate, chat):
+    app.command(verb)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
