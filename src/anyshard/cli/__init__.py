@@ -19,6 +19,7 @@ from cyclopts.exceptions import CycloptsError
 
 from anyshard import __version__
 from anyshard.cli.chat import chat
+from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
 from anyshard.errors import AnyshardError
 
@@ -30,7 +31,7 @@ app = App(
     version=__version__,
     config=Env("ANYSHARD_", command=False),
 )
-for verb in (generate, chat):
+for verb in (generate, chat, doctor):
     app.command(verb)
 
 
