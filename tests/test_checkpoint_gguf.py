@@ -22,6 +22,7 @@ from gguf_files import TINY, entry, file_bytes, tensor, text, write_tiny_gguf
 from anyshard.checkpoint import Checkpoint, demo_model_path, open_checkpoint
 from anyshard.checkpoint.gguf import read_gguf
 from anyshard.checkpoint.names import gguf_name
+from anyshard.config import RopeDivisors
 from anyshard.errors import CheckpointError
 from anyshard.tokenizer import open_tokenizer
 
@@ -402,8 +403,12 @@ def test_missing_tensor_and_wrong_shape_are_named(tmp_path: Path) -> None:
         open_checkpoint(str(write("blk.0.ffn_up.weight", wrong)))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q_norm\.weight' has no place"):
         open_checkpoint(str(write("", {"blk.0.attn_q_norm.weight": (16,)})))
-    with pytest.raises(CheckpointError, match="rescales the rotary frequencies"):
-        open_checkpoint(str(write("", {"rope_freqs.weight": (8,)})))
+    scaling = open_checkpoint(str(write("", {"rope_freqs.weight": (8,)}))).config.rope_scaling
+    assert scaling == RopeDivisors(divisors=(2.0,) * 8)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: rope_freqs\.weight holds 4 numbers"):
+        open_checkpoint(str(write("", {"rope_freqs.weight": (4,)})))
+    with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight' is F32 of shape \(2, 8\)"):
+        open_checkpoint(str(write("", {"rope_freqs.weight": (2, 8)})))
     assert open_checkpoint(str(write("output.weight", {}))).config.tied
 
 

@@ -46,6 +46,7 @@ class Qkv {
  private:
   void project(const Kernels& kernels, int rows, int start, int stop) const;
   void place_head(const Kernels& kernels, int row, int head) const;
+  void norm_head(const Kernels& kernels, const Array& weight, int row, float* head) const;
 
   Pool& pool_;
   int head_dim_;
@@ -60,6 +61,11 @@ class Qkv {
   Array cosine_;
   Array sine_;
   PagedRows paged_;
+  Array q_norm_;
+  Array k_norm_;
+  Array row_fault_;
+  float eps_;
+  int32_t fault_code_;
   float q_scale_;
   Workspace k_rows_;
   Workspace v_rows_;
