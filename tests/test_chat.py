@@ -136,6 +136,33 @@ def test_input_that_is_no_text_is_refused_and_ends_nothing() -> None:
     assert done.stdout == b"The capital of France is Paris.\n"
 
 
+@needs_model
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("no.gguf",), "no.gguf"),
+        (("--temperature", "-1"), "--temperature"),
+        (("-tp", "10"), "9 query heads"),
+        (("--max-model-len", "9999"), "8192"),
+        (("--system", "word " * 5000), "room for 4096"),
+    ],
+    ids=["model", "temperature", "split", "length", "system"],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_2(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    done = chat(*arguments, lines=[FRANCE])
+    assert done.returncode == 2 and done.stdout == ""
+    assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+@needs_model
+def test_without_any_input_there_is_nothing_to_say() -> None:
+    command = f"{sys.executable} -m anyshard.cli chat <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 class Terminal:
     """The command on a terminal of its own, with a reader that waits for words."""
 

@@ -191,6 +191,7 @@ def test_too_little_memory_is_told_with_both_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_hf_model(tmp_path / "model", ADVERSARIAL_9_3, seed=1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # doctor sets it; this puts it back
     room = sys.modules[doctor.__module__]
     little = replace(read_machine(), memory_free=100 << 20)
     monkeypatch.setattr(room, "read_machine", lambda: little)
@@ -226,8 +227,9 @@ def test_what_is_missing_is_told_with_what_to_type(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(("no.gguf",), "no.gguf"), (("MODEL", "-tp", "10"), "9 query heads"),
-     (("MODEL", "--max-model-len", "513"), "512"), (("BROKEN",), "broken.gguf")],
-    ids=["none", "split", "length", "broken"],
+     (("MODEL", "--max-model-len", "513"), "512"), (("BROKEN",), "broken.gguf"),
+     (("nobody/nothing",), "doctor itself downloads nothing")],
+    ids=["none", "split", "length", "broken", "hub"],
 )  # fmt: skip
 def test_a_model_or_split_that_cannot_be_is_one_sentence_and_exit_2(
     tmp_path: Path, arguments: tuple[str, ...], words: str

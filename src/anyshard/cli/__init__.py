@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Held by: test_cli.py.
     """
+    _fill_standard_descriptors()
     signal.signal(signal.SIGTERM, _terminated)
     # before NumPy is imported: its BLAS would start threads that a fork does not survive
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
@@ -62,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _abandon_stdout()
         return _say(f"the system refused: {error}", 1)
+
+
+def _fill_standard_descriptors() -> None:
+    """Those that the shell has closed go nowhere; a socket of ours must not get the number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
 
 
 def _say(text: str, code: int) -> int:

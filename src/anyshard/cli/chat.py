@@ -59,7 +59,8 @@ def chat(
     Parameters
     ----------
     model
-        A .gguf file or a Hugging Face directory; without it the demo model, SmolLM2-135M.
+        A .gguf file, a Hugging Face directory, or a Hub id (ORG/NAME, ORG/NAME:FILE.gguf);
+        without it the demo model, SmolLM2-135M.
     system
         System text, the first message of the conversation.
     json_output
@@ -248,7 +249,7 @@ class _Chat:
             self.said = self.said.answered(question, answer.text)
         if self.as_json:
             print(json.dumps(_turn_json(request, answer, reason, spent)), flush=True)
-        self._figures(request, spent, first_token_s - start)
+        self._figures(request, spent, first_token_s - start if answer.tokens else None)
         remark = self._remark(reason, request, wanted)
         if remark:
             _note(remark)
@@ -284,7 +285,7 @@ class _Chat:
         if not self.as_json:
             print(text, end="", flush=True)
 
-    def _figures(self, request: Request, spent: Timings, first_token_s: float) -> None:
+    def _figures(self, request: Request, spent: Timings, first_token_s: float | None) -> None:
         parts = [
             f"prefill {spent.prefill_tokens} new tok of {len(request.prompt)} "
             f"{_rate(spent.prefill_tokens, spent.prefill_s):.1f} tok/s"
@@ -292,7 +293,9 @@ class _Chat:
         if spent.decode_tokens:
             rate = _rate(spent.decode_tokens, spent.decode_s)
             parts.append(f"decode {spent.decode_tokens} tok {rate:.1f} tok/s")
-        _note(" · ".join([*parts, f"first token {first_token_s:.2f} s"]))
+        if first_token_s is not None:
+            parts.append(f"first token {first_token_s:.2f} s")
+        _note(" · ".join(parts))
 
     def _remark(self, reason: str, request: Request, wanted: int) -> str:
         """What a person should know about how an answer ended."""

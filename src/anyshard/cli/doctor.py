@@ -1,14 +1,17 @@
 """`anyshard doctor`: what is here, whether a model fits, how it would be cut, what to type.
 
-Opens the checkpoint and reads no weight. The facts are one record, printed for people or as JSON.
+Opens the checkpoint, reads no weight and downloads nothing. The facts are one record, printed for
+people or as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
@@ -43,10 +46,12 @@ def doctor(
     Parameters
     ----------
     model
-        A .gguf file or a Hugging Face directory; without it the demo model, SmolLM2-135M.
+        A .gguf file, a Hugging Face directory, or a Hub id (ORG/NAME, ORG/NAME:FILE.gguf);
+        without it the demo model, SmolLM2-135M.
     json_output
         Print one JSON object.
     """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # of a Hub id, what the cache holds
     facts = examine(model, split, read_machine())
     print(json.dumps(facts) if json_output else "\n".join(_lines(facts)))
     memory = facts.get("memory")
@@ -64,6 +69,7 @@ def examine(model: str | None, split: SplitFlags, machine: Machine) -> Facts:
     Raises: UserError for a model that cannot be opened or a split that it cannot take.
     """
     from anyshard.checkpoint import demo_model_path, open_checkpoint
+    from anyshard.checkpoint.hub import parse_hub_id
 
     facts: Facts = {"machine": asdict(machine), "kernels": _kernels(split)}
     missing = _missing_here(machine, facts["kernels"]["available"])
@@ -76,7 +82,13 @@ def examine(model: str | None, split: SplitFlags, machine: Machine) -> Facts:
         )
     facts["demo_model"] = found or None
     if model is not None or found:
-        checkpoint = open_checkpoint(model)
+        try:
+            checkpoint = open_checkpoint(model)
+        except CheckpointError as error:
+            if model is None or Path(model).exists() or parse_hub_id(model) is None:
+                raise
+            text = f"{error}; doctor itself downloads nothing, generate and chat do"
+            raise CheckpointError(text) from None
         facts |= _model(checkpoint, machine, split)
         missing += _missing_in(checkpoint)
     facts["missing"] = [{"what": what, "type": command} for what, command in missing]

@@ -46,7 +46,8 @@ def generate(
     Parameters
     ----------
     model
-        A .gguf file or a Hugging Face directory; without it the demo model, SmolLM2-135M.
+        A .gguf file, a Hugging Face directory, or a Hub id (ORG/NAME, ORG/NAME:FILE.gguf);
+        without it the demo model, SmolLM2-135M.
     json_output
         Print one JSON object, with tokens, digest, layout, timings and bytes per rank.
     """

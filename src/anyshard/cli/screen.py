@@ -47,7 +47,7 @@ class Lines:
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
         self.is_terminal = sys.stdin is not None and sys.stdin.isatty()
-        self._edits = self.is_terminal and sys.stdout.isatty()
+        self._edits = self.is_terminal and sys.stdout is not None and sys.stdout.isatty()
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         if self._edits:
