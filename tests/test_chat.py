@@ -95,6 +95,7 @@ def test_a_mistake_is_one_line_and_the_conversation_goes_on(tmp_path: Path) -> N
         "/nope": "/help",
         "/save": "name of a file",
         "/reset all": "nothing behind",
+        "/exit now": "nothing behind",
         f"/load {tmp_path / 'none'}": "No such file",
         f"/load {empty}": "format",
         f"/save {tmp_path}": "directory",

@@ -177,7 +177,7 @@ class _Chat:
         argument = argument.strip()
         if name in ("/save", "/load") and not argument:
             raise OptionError(f"{name} needs the name of a file")
-        if name in ("/reset", "/help") and argument:
+        if name in ("/reset", "/help", "/exit") and argument:
             raise OptionError(f"{name} takes nothing behind it")
         match name:
             case "/reset":
