@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor", "examine"]
 
 DEFAULT_LIMIT: Final = 4096  # tokens of a conversation, as in `chat`
-PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 60 to 78 MB measured
+PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
 HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 
 Facts = dict[str, Any]
