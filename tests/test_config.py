@@ -114,58 +114,58 @@ def test_llama_biases_follow_the_config() -> None:
     assert "head" in shapes
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"architectures": [["x"]]}, "architecture"),
-        ({"architectures": None, "model_type": None}, "architecture"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, r"rope_scaling\.factor is None"),
-        (
-            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
-            r"high_freq_factor is 1\.0; it must exceed low_freq_factor, which is 1\.0",
-        ),
-        (
-            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}},
-            r"rope_scaling\.original_max_position_embeddings is None",
-        ),
-        (
-            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
-            "rope_scaling and rope_parameters disagree",
-        ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
-        (MISTRAL, "sliding_window is 4096; .* null is needed"),
-        (MISTRAL | {"sliding_window": 2048}, "sliding_window is 2048"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"layer_types": 3}, "layer_types"),
-        ({"num_local_experts": 8}, "num_local_experts is set"),
-        ({"num_experts": 8}, "num_experts is set"),
-        (QWEN3 | {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-        (QWEN3 | {"head_dim": 12}, "head_dim is 12"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
-        ({"architectures": ["Gemma3ForCausalLM"]}, "MistralForCausalLM, Qwen2ForCausalLM"),
-        ({"rope_scaling": {"type": "linear", "factor": 4}}, "linear"),
-        ({"rope_scaling": {"factor": 4}}, r"rope_scaling\.factor is 4"),
-        ({"rope_scaling": [4]}, r"rope_scaling is \[4\]"),
-        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters\.factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rotary"),
-        ({"partial_rotary_factor": 0.5}, r"^partial_rotary_factor is 0\.5"),
-        ({"partial_rotary_factor": [1]}, "partial_rotary_factor"),
-        ({"use_sliding_window": True}, "sliding"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"hidden_size": -1}, "hidden_size"),
-        ({"hidden_size": True}, "hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size"),
-        ({"num_key_value_heads": 3}, "4 query heads"),
-        ({"head_dim": 20}, "head_dim is 20; .* multiples of 8 up to 256"),
-        ({"head_dim": 264}, "head_dim is 264; .* multiples of 8 up to 256"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps"),
-        ({"rope_theta": float("inf")}, "rope_theta"),
-        ({"vocab_size": 1 << 40}, "vocab_size"),
-    ],
-)
+HF_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    ({"architectures": [["x"]]}, "architecture"),
+    ({"architectures": None, "model_type": None}, "architecture"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, r"rope_scaling\.factor is None"),
+    (
+        {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+        r"high_freq_factor is 1\.0; it must exceed low_freq_factor, which is 1\.0",
+    ),
+    (
+        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}},
+        r"rope_scaling\.original_max_position_embeddings is None",
+    ),
+    (
+        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+        "rope_scaling and rope_parameters disagree",
+    ),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
+    (MISTRAL, "sliding_window is 4096; .* null is needed"),
+    (MISTRAL | {"sliding_window": 2048}, "sliding_window is 2048"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"layer_types": 3}, "layer_types"),
+    ({"num_local_experts": 8}, "num_local_experts is set"),
+    ({"num_experts": 8}, "num_experts is set"),
+    (QWEN3 | {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    (QWEN3 | {"head_dim": 12}, "head_dim is 12"),
+    ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+    ({"architectures": ["Gemma3ForCausalLM"]}, "MistralForCausalLM, Qwen2ForCausalLM"),
+    ({"rope_scaling": {"type": "linear", "factor": 4}}, "linear"),
+    ({"rope_scaling": {"factor": 4}}, r"rope_scaling\.factor is 4"),
+    ({"rope_scaling": [4]}, r"rope_scaling is \[4\]"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters\.factor"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rotary"),
+    ({"partial_rotary_factor": 0.5}, r"^partial_rotary_factor is 0\.5"),
+    ({"partial_rotary_factor": [1]}, "partial_rotary_factor"),
+    ({"use_sliding_window": True}, "sliding"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"hidden_size": -1}, "hidden_size"),
+    ({"hidden_size": True}, "hidden_size"),
+    ({"hidden_size": "64"}, "hidden_size"),
+    ({"num_key_value_heads": 3}, "4 query heads"),
+    ({"head_dim": 20}, "head_dim is 20; .* multiples of 8 up to 256"),
+    ({"head_dim": 264}, "head_dim is 264; .* multiples of 8 up to 256"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    ({"rope_theta": float("inf")}, "rope_theta"),
+    ({"vocab_size": 1 << 40}, "vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), HF_REFUSED)
 def test_an_hf_config_that_cannot_be_run_is_refused_by_its_field(
     change: dict[str, Any], words: str
 ) -> None:
@@ -173,30 +173,30 @@ def test_an_hf_config_that_cannot_be_run_is_refused_by_its_field(
         config_from_hf(HF | change)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"general.architecture": "gemma"}, "gemma"),
-        ({"llama.expert_count": 8}, "expert"),
-        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
-        ({"llama.rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor is 4\.0"),
-        ({"llama.rope.scale_linear": 4.0}, r"llama\.rope\.scale_linear is 4\.0"),
-        (
-            {"llama.attention.key_length": 512, "llama.rope.dimension_count": 512},
-            "head_dim is 512; .* up to 256",
-        ),
-        ({"llama.rope.dimension_count": 8}, "dimension_count"),
-        ({"llama.attention.value_length": 8}, "value_length 8 differs"),
-        ({"llama.attention.sliding_window": 4096}, "sliding_window is set"),
-        ({"llama.attention.scale": 0.5}, "attention.scale is set"),
-        ({"llama.logit_scale": 0.5}, r"logit_scale is 0\.5"),
-        ({"general.architecture": "qwen3moe"}, "qwen3moe"),
-        ({"general.architecture": ["llama"]}, "not supported"),
-        ({"llama.block_count": 0}, "block_count"),
-        ({"llama.embedding_length": None}, "embedding_length"),
-        ({"llama.attention.head_count": [4, 4]}, "head_count"),
-    ],
-)
+GGUF_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"general.architecture": "gemma"}, "gemma"),
+    ({"llama.expert_count": 8}, "expert"),
+    ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+    ({"llama.rope.scaling.factor": 4.0}, r"llama\.rope\.scaling\.factor is 4\.0"),
+    ({"llama.rope.scale_linear": 4.0}, r"llama\.rope\.scale_linear is 4\.0"),
+    (
+        {"llama.attention.key_length": 512, "llama.rope.dimension_count": 512},
+        "head_dim is 512; .* up to 256",
+    ),
+    ({"llama.rope.dimension_count": 8}, "dimension_count"),
+    ({"llama.attention.value_length": 8}, "value_length 8 differs"),
+    ({"llama.attention.sliding_window": 4096}, "sliding_window is set"),
+    ({"llama.attention.scale": 0.5}, "attention.scale is set"),
+    ({"llama.logit_scale": 0.5}, r"logit_scale is 0\.5"),
+    ({"general.architecture": "qwen3moe"}, "qwen3moe"),
+    ({"general.architecture": ["llama"]}, "not supported"),
+    ({"llama.block_count": 0}, "block_count"),
+    ({"llama.embedding_length": None}, "embedding_length"),
+    ({"llama.attention.head_count": [4, 4]}, "head_count"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), GGUF_REFUSED)
 def test_gguf_metadata_that_cannot_be_run_is_refused_by_its_key(
     change: dict[str, Any], words: str
 ) -> None:

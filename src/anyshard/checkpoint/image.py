@@ -16,6 +16,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -137,20 +138,28 @@ def build_image(
     threads: int,
     progress: Callable[[int, int], None] | None = None,
     kernels: KernelChoice = "auto",
+    free_bytes: int | None = None,
 ) -> WeightImage:
     """Widen and pack the tensors of `names` (all if None) into a new image.
 
     `progress(bytes done, bytes in all)` is called after each tensor. Every body of `kernels`
-    packs the same bytes; "reference" is the NumPy one, on one thread.
+    packs the same bytes; "reference" is the NumPy one, on one thread. `free_bytes` is the memory
+    that the image may take, what the system calls available if None.
 
-    Raises: CheckpointError naming the tensor that holds a NaN or an infinity; KeyError for a
-    name that the model does not have.
+    Raises: CheckpointError where the memory will not suffice, before any is taken, or naming the
+    tensor that holds a NaN or an infinity; KeyError for a name that the model does not have.
     Held by: test_image.py::test_native_and_numpy_pack_the_same_bytes.
     """
     if threads < 1:
         raise ValueError(f"threads is {threads}; at least 1 is needed")
     wanted = checkpoint.sources if names is None else {n: checkpoint.sources[n] for n in names}
     directory, num_bytes = _place(wanted)
+    free = _available_bytes() if free_bytes is None else free_bytes
+    if free is not None and num_bytes > free:
+        raise CheckpointError(
+            f"{checkpoint.path}: the weights need {num_bytes / 1e9:.1f} GB of memory, but "
+            f"{free / 1e9:.1f} GB are free; end other programs or take a smaller model"
+        )
     pack = _packer(kernels, threads)
     fd = os.memfd_create("anyshard-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -164,6 +173,16 @@ def build_image(
     except BaseException:
         os.close(fd)
         raise
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text("ascii")
+    except OSError:
+        return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return None if match is None else int(match[1]) * 1024
 
 
 def _place(sources: Mapping[str, TensorSource]) -> tuple[dict[str, ImageTensor], int]:
