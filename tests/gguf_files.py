@@ -33,7 +33,11 @@ TOKENS = ["<|end|>", "a", "b", "c", "ab", "abc", "Ġ", "<think>"]
 
 
 def write_tiny_gguf(
-    path: Path, *, seed: int = 0, types: Mapping[str, str] | None = None
+    path: Path,
+    *,
+    seed: int = 0,
+    types: Mapping[str, str] | None = None,
+    template: str | None = None,
 ) -> dict[str, np.ndarray]:
     """A llama of one layer with a tokenizer; returns what the `gguf` package dequantises.
 
@@ -58,6 +62,8 @@ def write_tiny_gguf(
     writer.add_eos_token_id(0)
     writer.add_bos_token_id(0)
     writer.add_add_bos_token(True)
+    if template is not None:
+        writer.add_chat_template(template)
     writer.add_array("test.floats", [0.5, 1.5])
     writer.add_bool("test.bool", True)
     dequantised: dict[str, np.ndarray] = {}

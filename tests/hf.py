@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from models import hf_config
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.initialization import no_init_weights
 
 from anyshard.checkpoint.names import hf_name
@@ -32,18 +39,24 @@ def hf_model(
     dtype: torch.dtype = torch.float32,
     attention: Attention = "sdpa",
 ) -> Any:
-    """LlamaForCausalLM or Qwen2ForCausalLM with these weights (by canonical name).
+    """HF's Llama, Qwen2 or Qwen3 with these weights (by canonical name).
 
     `dtype` is that of weights and products; RMSNorm, RoPE and (eager) softmax are computed in
     float32 whatever it is. `attention` "sdpa" is what transformers takes by default.
     """
     read = weights if callable(weights) else weights.__getitem__
-    raw = {k: v for k, v in hf_config(config).items() if k not in ("architectures", "rope_theta")}
-    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    llama = config.architecture == "llama"
-    settings = (LlamaConfig if llama else Qwen2Config)(**raw, attn_implementation=attention)
+    left_out = ("architectures", "rope_theta", "rope_scaling")
+    raw = {k: v for k, v in hf_config(config).items() if k not in left_out}
+    scaling: Any = hf_config(config).get("rope_scaling", {"rope_type": "default"})
+    raw["rope_parameters"] = {**scaling, "rope_theta": config.rope_theta}
+    configuration, model_type = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[config.architecture]
+    settings = configuration(**raw, attn_implementation=attention)
     with no_init_weights():
-        model = (LlamaForCausalLM if llama else Qwen2ForCausalLM)(settings)
+        model = model_type(settings)
     state = {hf_name(name): torch.from_numpy(read(name)) for name in config.tensor_shapes()}
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     assert not unexpected, unexpected

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from anyshard.checkpoint.names import hf_name
-from anyshard.config import ModelConfig
+from anyshard.config import Llama3Scaling, ModelConfig
 
 F32 = NDArray[np.float32]
 
@@ -60,6 +60,10 @@ ADVERSARIAL_14_2 = replace(
 ADVERSARIAL_HEAD_80 = replace(
     ADVERSARIAL_9_3, num_layers=2, hidden=240, ffn=328, num_heads=3, num_kv_heads=1, head_dim=80
 )
+QWEN3_SHAPED = replace(
+    ADVERSARIAL_9_3, architecture="qwen3", num_layers=2, hidden=96, num_heads=6, num_kv_heads=2,
+    head_dim=40, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True,
+)  # fmt: skip
 MODELS = {
     "qwen2": QWEN2_SHAPED,
     "adversarial-9-3": ADVERSARIAL_9_3,
@@ -108,7 +112,11 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
     """The fields of config.json from which `config_from_hf` gives `config` again."""
     raw: dict[str, object] = {
         "architectures": [
-            {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config.architecture]
+            {
+                "llama": "LlamaForCausalLM",
+                "qwen2": "Qwen2ForCausalLM",
+                "qwen3": "Qwen3ForCausalLM",
+            }[config.architecture]
         ],
         "model_type": config.architecture,
         "hidden_act": "silu",
@@ -126,13 +134,19 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if config.architecture == "llama":
-        assert config.qkv_bias == config.o_bias, "HF llama has one flag for both"
-        raw |= {
-            "head_dim": config.head_dim,
-            "attention_bias": config.qkv_bias,
-            "mlp_bias": config.mlp_bias,
+    if isinstance(config.rope_scaling, Llama3Scaling):
+        scaling = config.rope_scaling
+        raw["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_context,
         }
+    if config.architecture in ("llama", "qwen3"):
+        assert config.qkv_bias == config.o_bias, "HF has one flag for both"
+        raw |= {"head_dim": config.head_dim, "attention_bias": config.qkv_bias}
+        raw |= {"mlp_bias": config.mlp_bias} if config.architecture == "llama" else {}
     else:
         assert config.head_dim * config.num_heads == config.hidden, "qwen2 derives head_dim"
     return raw

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyshard.batch import Batch, Limits, Tick, apply, next_tick, rewind
+from anyshard.batch import Batch, Limits, Tick, apply, end_session, next_tick, rewind
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request
 
@@ -112,3 +112,95 @@ def test_pages_are_counted_by_ceiling_and_never_handed_out_twice() -> None:
         rest.give((9,))
     with pytest.raises(AssertionError):
         pool.take(4)
+
+
+def ask(batch: Batch, request_id: int, prompt: tuple[int, ...], session: int | None) -> Batch:
+    request = Request(prompt=prompt, max_tokens=3, session=session)
+    return replace(batch, waiting=(*batch.waiting, (request_id, request)))
+
+
+def run_out(batch: Batch) -> tuple[Batch, list[tuple[int, int]]]:
+    """Run to the end; (position, token) of every row in order."""
+    ran = []
+    while batch.busy:
+        tick, batch = next_tick(batch, LIMITS)
+        assert tick.rows
+        ran += [(row.position, row.token) for row in tick.rows]
+        batch = answer(batch, tick)
+    return batch, ran
+
+
+def test_a_session_runs_only_what_differs_from_what_it_has_stored() -> None:
+    empty = batch_of()
+    batch, _ = run_out(ask(empty, 0, (1, 2, 3, 4), session=7))
+    assert [s.slot for s in batch.resting] == [0] and batch.free_slots == (1, 2)
+    # the answer was 9 9 9, and its last token never ran
+    batch, ran = run_out(ask(batch, 1, (1, 2, 3, 4, 9, 9, 9, 5), session=7))
+    assert ran == [(6, 9), (7, 5), (8, 9), (9, 9)]
+    batch, ran = run_out(ask(batch, 2, (1, 2, 8, 4), session=7))
+    assert ran[:2] == [(2, 8), (3, 4)]
+    batch, ran = run_out(ask(batch, 3, (1, 2), session=7))
+    assert ran[0] == (1, 2), "the last token runs again: its logits are wanted"
+    batch, ran = run_out(ask(batch, 4, (1, 2), session=8))
+    assert ran[0] == (0, 1), "another session shares nothing"
+    batch = end_session(end_session(batch, 7), 8)
+    assert sorted(batch.pool.free) == list(range(100)) and sorted(batch.free_slots) == [0, 1, 2]
+    assert end_session(batch, 7) == batch
+
+
+def test_a_second_request_of_a_session_waits_for_the_first_and_lets_others_pass() -> None:
+    batch = ask(ask(ask(batch_of(), 0, (1, 2), 7), 1, (1, 2, 9), 7), 2, (3,), None)
+    tick, batch = next_tick(batch, LIMITS)
+    assert [s.request_id for s in tick.admitted] == [0, 2]
+    assert [request_id for request_id, _ in batch.waiting] == [1]
+    batch, _ = run_out(answer(batch, tick))
+    assert [s.request_id for s in batch.resting] == [1]
+
+
+def test_what_has_rested_longest_gives_way_and_nothing_does_in_vain() -> None:
+    batch = batch_of(pages=6, slots=3)
+    for session in (1, 2, 3):
+        batch, _ = run_out(ask(batch, session, (4, 5, 6, 7, 8), session))
+    batch, _ = run_out(ask(batch, 4, (1, 2, 3), None))
+    assert [s.request.session for s in batch.resting] == [2, 3]
+    # five pages: two are its own and two are free, so another must go
+    batch, ran = run_out(ask(batch, 5, (4, 5, 6, 7, 8, *range(9)), 2))
+    assert ran[0] == (5, 0) and [s.request.session for s in batch.resting] == [2]
+    blocked = ask(batch, 6, tuple(range(60)), None)
+    tick, after = next_tick(blocked, LIMITS)
+    assert not tick.rows and after == blocked
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.sampled_from((1, 9)), min_size=1, max_size=24)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 3),
+    st.integers(7, 30),
+)
+def test_every_row_finds_its_own_past_stored(
+    asked: list[tuple[int, list[int]]], slots: int, pages: int
+) -> None:
+    """A cache of tokens instead of keys and values, under any order of sessions and evictions."""
+    batch = batch_of(pages=pages, slots=slots)
+    for request_id, (session, prompt) in enumerate(asked):
+        batch = ask(batch, request_id, tuple(prompt), session or None)
+    limits = replace(LIMITS, num_slots=slots)
+    stored: dict[tuple[int, int], int] = {}
+    for _ in range(1000):
+        if not batch.busy:
+            break
+        tick, batch = next_tick(batch, limits)
+        assert tick.rows
+        by_slot = {s.slot: s for s in batch.running}
+        held = [page for s in (*batch.running, *batch.resting) for page in s.pages]
+        assert sorted([*held, *batch.pool.free]) == list(range(pages))
+        for row in tick.rows:
+            own = by_slot[row.slot]
+            stored[own.pages[row.position // 4], row.position % 4] = row.token
+            past = [stored[own.pages[p // 4], p % 4] for p in range(row.position + 1)]
+            assert past == list(own.tokens[: row.position + 1])
+        batch = answer(batch, tick)
+    assert not batch.busy

@@ -22,6 +22,7 @@ from gguf_files import TINY, entry, file_bytes, tensor, text, write_tiny_gguf
 from anyshard.checkpoint import Checkpoint, demo_model_path, open_checkpoint
 from anyshard.checkpoint.gguf import read_gguf
 from anyshard.checkpoint.names import gguf_name
+from anyshard.config import RopeDivisors
 from anyshard.errors import CheckpointError
 from anyshard.tokenizer import open_tokenizer
 
@@ -110,8 +111,8 @@ def test_missing_demo_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_name_that_is_no_file_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="'no/such' is neither"):
-        open_checkpoint("no/such")
+    with pytest.raises(CheckpointError, match=r"'no/such/file' is neither.*ORG/NAME:FILE"):
+        open_checkpoint("no/such/file")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/y.gguf", "a\0b", "é" * 200])
@@ -295,12 +296,24 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "name too long": (file_bytes(tensors=(tensor("t" * 65, (8,)),), payload=64), "has 65 bytes"),
     "type that cannot be read": (
-        file_bytes(tensors=(tensor("t", (256,), kind=14),), payload=256),
-        "stored as Q6_K; F32, Q4_1, Q8_0 can be read",
+        file_bytes(tensors=(tensor("t", (256,), kind=10),), payload=256),
+        "stored as Q2_K; F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K can",
     ),
     "type that does not exist": (
         file_bytes(tensors=(tensor("t", (256,), kind=250),), payload=256),
         "stored as type number 250; F32",
+    ),
+    "row of a K type that is no whole block": (
+        file_bytes(tensors=(tensor("t", (288, 2), kind=14),), payload=512),
+        "rows of 288, not a multiple of the Q6_K block 256",
+    ),
+    "K blocks that the file cuts": (
+        file_bytes(tensors=(tensor("t", (256, 2), kind=12),), payload=287),
+        "ends at byte 384, but the file ends at byte 383",
+    ),
+    "half of an fp16": (
+        file_bytes(tensors=(tensor("t", (3,), kind=1),), payload=5),
+        "ends at byte 70, but the file ends at byte 69",
     ),
     "row that is no whole block": (
         file_bytes(tensors=(tensor("t", (40, 2), kind=8),), payload=256),
@@ -390,8 +403,12 @@ def test_missing_tensor_and_wrong_shape_are_named(tmp_path: Path) -> None:
         open_checkpoint(str(write("blk.0.ffn_up.weight", wrong)))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q_norm\.weight' has no place"):
         open_checkpoint(str(write("", {"blk.0.attn_q_norm.weight": (16,)})))
-    with pytest.raises(CheckpointError, match="rescales the rotary frequencies"):
-        open_checkpoint(str(write("", {"rope_freqs.weight": (8,)})))
+    scaling = open_checkpoint(str(write("", {"rope_freqs.weight": (8,)}))).config.rope_scaling
+    assert scaling == RopeDivisors(divisors=(2.0,) * 8)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: rope_freqs\.weight holds 4 numbers"):
+        open_checkpoint(str(write("", {"rope_freqs.weight": (4,)})))
+    with pytest.raises(CheckpointError, match=r"'rope_freqs\.weight' is F32 of shape \(2, 8\)"):
+        open_checkpoint(str(write("", {"rope_freqs.weight": (2, 8)})))
     assert open_checkpoint(str(write("output.weight", {}))).config.tied
 
 

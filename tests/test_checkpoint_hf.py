@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from models import (
 )
 from safetensors.numpy import load_file, save_file
 
-from anyshard.checkpoint import open_checkpoint
+from anyshard.checkpoint import build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
 from anyshard.checkpoint.safetensors import read_safetensors
+from anyshard.checkpoint.widen import TensorType
 from anyshard.errors import CheckpointError
 from anyshard.tokenizer import open_tokenizer
 
@@ -108,6 +110,46 @@ def test_sharded_model_reads_like_the_whole_one(model: Path) -> None:
         open_checkpoint(str(model))
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_half_width_models_widen_exactly(model: Path, kind: TensorType) -> None:
+    wide = load_file(model / "model.safetensors")
+    stored = {name: narrowed(weight, kind) for name, weight in wide.items()}
+    (model / "model.safetensors").write_bytes(safetensors_bytes(stored, kind))
+    checkpoint = open_checkpoint(str(model))
+    reference = build_image(checkpoint, threads=1, kernels="reference")
+    for name in ADVERSARIAL_HEAD_80.tensor_shapes():
+        source = checkpoint.tensors()[name]
+        assert source.type == kind
+        halves = stored[hf_name(name)]
+        expected = (
+            halves.view(np.float16).astype(np.float32)
+            if kind == "F16"
+            else (halves.astype(np.uint32) << 16).view(np.float32)
+        )
+        assert np.array_equal(source.read().view(np.uint32), expected.view(np.uint32))
+    assert build_image(checkpoint, threads=2).sha256() == reference.sha256()
+
+
+def narrowed(weight: np.ndarray, kind: TensorType) -> np.ndarray:
+    if kind == "F16":
+        return weight.astype(np.float16).view(np.uint16)
+    return (weight.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def safetensors_bytes(stored: Mapping[str, np.ndarray], kind: TensorType) -> bytes:
+    """A file of 16-bit tensors, whose numbers NumPy has no name for."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, halves in stored.items():
+        span = [end, end + halves.nbytes]
+        header[name] = {"dtype": kind, "shape": list(halves.shape), "data_offsets": span}
+        end = span[1]
+    text = json.dumps(header).encode()
+    return b"".join(
+        [len(text).to_bytes(8, "little"), text, *(h.tobytes() for h in stored.values())]
+    )
+
+
 def test_missing_files_are_named(model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
@@ -162,9 +204,9 @@ def test_config_that_is_no_object_is_refused(model: Path, text: str) -> None:
         open_checkpoint(str(model))
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "I8", "F8_E4M3"])
+@pytest.mark.parametrize("dtype", ["I8", "F8_E4M3", "F64", "bf16", ""])
 def test_other_dtypes_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(CheckpointError, match=f"tensor 't' has dtype '{dtype}'.* read yet; F32"):
+    with pytest.raises(CheckpointError, match=f"tensor 't' has dtype '{dtype}'.* read; F32"):
         read_safetensors(written(tmp_path, {"t": entry(0, 8, dtype=dtype)}, 8))
 
 
@@ -185,6 +227,12 @@ HOSTILE: dict[str, tuple[Any, int, str]] = {
     "hole": ({"t": entry(4, 8)}, 8, "starts at byte 4, but the one before it ends at 0"),
     "overlap": ({"t": entry(0, 8), "u": entry(4, 12)}, 12, "'u' starts at byte 4"),
     "cut": ({"t": entry(0, 8)}, 4, "need 8 bytes, but the file holds 4; the file is cut"),
+    "half an fp16": ({"t": entry(0, 7, dtype="F16", shape=[4])}, 7, "needs 8 bytes, but spans"),
+    "types of one width taken for another": (
+        {"t": entry(0, 8, dtype="BF16", shape=[2])},
+        8,
+        "needs 4 bytes, but spans 0 to 8",
+    ),
     "left over": ({"t": entry(0, 8)}, 12, "bytes are left over"),
     "span and shape disagree": ({"t": entry(0, 8, shape=[3])}, 8, "needs 12 bytes, but spans"),
     "overflow": ({"t": entry(0, 8, shape=[1 << 62, 1 << 62])}, 8, "needs 8507059173023461586"),

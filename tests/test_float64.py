@@ -15,7 +15,7 @@ import pytest
 from models import ADVERSARIAL_9_3, random_weights
 from numpy.typing import NDArray
 
-from anyshard.config import ModelConfig
+from anyshard.config import Llama3Scaling, ModelConfig, RopeDivisors
 from anyshard.ops.float64 import Reference64
 
 F32 = NDArray[np.float32]
@@ -31,6 +31,12 @@ TINY = replace(
     vocab=23,
     context=512,
 )
+PLAIN = replace(TINY, qkv_bias=False, o_bias=False, mlp_bias=False)
+# waves of 6, 30, 141 and 664 positions: kept, on the ramp, on the ramp, eight times slower
+WAVES = Llama3Scaling(
+    factor=8.0, low_frequency_factor=1.0, high_frequency_factor=16.0, original_context=300
+)
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 TOKENS = (3, 22, 0, 7, 7, 11)
 
 # A logit ends a chain of fewer roundings than this, each of 2^-53 of a number about as large as the
@@ -75,6 +81,9 @@ class DecimalDecoder:
         for i in range(c.num_layers):
             normed = [self.norm(x, f"layers.{i}.attn_norm") for x in xs]
             q, k, v = ([self.project(x, i, part) for x in normed] for part in "qkv")
+            if c.qk_norm:
+                q = [self.norm_heads(row, f"layers.{i}.q_norm") for row in q]
+                k = [self.norm_heads(row, f"layers.{i}.k_norm") for row in k]
             q = [self.rotate(row, position) for position, row in enumerate(q)]
             k = [self.rotate(row, position) for position, row in enumerate(k)]
             for position, x in enumerate(xs):
@@ -106,16 +115,37 @@ class DecimalDecoder:
         root = (mean + Decimal(self.config.norm_eps)).sqrt()
         return [a / root * w for a, w in zip(x, decimals(self.weights[name]), strict=True)]
 
+    def norm_heads(self, row: Vector, name: str) -> Vector:
+        num_heads = len(row) // self.config.head_dim
+        return [x for h in range(num_heads) for x in self.norm(self.head(row, h), name)]
+
+    def frequency(self, i: int) -> Decimal:
+        """Of pair i, by the published rules; the length of a wave is 2 pi over it."""
+        d, scaling = self.config.head_dim, self.config.rope_scaling
+        plain = (Decimal(self.config.rope_theta).ln() * (-2 * i) / d).exp()
+        if isinstance(scaling, RopeDivisors):
+            return plain / Decimal(scaling.divisors[i])
+        if scaling is None:
+            return plain
+        length = 2 * PI / plain
+        if length < scaling.original_context / Decimal(scaling.high_frequency_factor):
+            return plain
+        if length > scaling.original_context / Decimal(scaling.low_frequency_factor):
+            return plain / Decimal(scaling.factor)
+        low, high = Decimal(scaling.low_frequency_factor), Decimal(scaling.high_frequency_factor)
+        smooth = (scaling.original_context / length - low) / (high - low)
+        return (1 - smooth) * plain / Decimal(scaling.factor) + smooth * plain
+
     def head(self, row: Vector, index: int) -> Vector:
         d = self.config.head_dim
         return row[index * d : (index + 1) * d]
 
     def rotate(self, row: Vector, position: int) -> Vector:
-        d, log_theta = self.config.head_dim, Decimal(self.config.rope_theta).ln()
+        d = self.config.head_dim
         turned = list(row)
         for first in range(0, len(row), d):
             for i in range(d // 2):
-                angle = position * (log_theta * (-2 * i) / d).exp()
+                angle = position * self.frequency(i)
                 sine, cosine = sine_cosine(angle)
                 a, b = row[first + i], row[first + i + d // 2]
                 turned[first + i] = a * cosine - b * sine
@@ -141,8 +171,14 @@ def forty_digits() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "config",
-    [TINY, replace(TINY, tied=True, qkv_bias=True, o_bias=False, mlp_bias=False)],
-    ids=["llama with biases, own head", "qwen2 biases, tied"],
+    [
+        TINY,
+        replace(TINY, tied=True, qkv_bias=True, o_bias=False, mlp_bias=False),
+        replace(PLAIN, qk_norm=True, rope_theta=1e6),
+        replace(PLAIN, rope_scaling=WAVES, rope_theta=500.0),
+        replace(PLAIN, rope_scaling=RopeDivisors(divisors=(1.0, 1.25, 3.5, 8.0))),
+    ],
+    ids=["llama with biases, own head", "qwen2 biases, tied", "qwen3", "llama 3.1", "divisors"],
 )
 def test_every_logit_equals_that_of_forty_digits(config: ModelConfig) -> None:
     weights = random_weights(config, seed=5, adversarial=True)

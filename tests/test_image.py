@@ -198,3 +198,12 @@ def test_weight_that_is_not_finite_is_refused_by_name(
     assert f"{file_name!r} ({name}) holds a NaN or an infinity" in str(caught.value)
     caught = None  # type: ignore[assignment]
     assert len(os.listdir("/proc/self/fd")) <= fds + 1
+
+
+def test_memory_that_will_not_suffice_is_refused_with_both_numbers(tiny: Checkpoint) -> None:
+    needed = packed(tiny).bytes
+    fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match=r"need 0\.0 GB of memory, but 0\.0 GB are free"):
+        packed(tiny, free_bytes=needed - 1)
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert packed(tiny, free_bytes=needed).bytes == needed

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from models import MODELS, QWEN2_SHAPED
+from models import MODELS, QWEN2_SHAPED, QWEN3_SHAPED
 
 from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
@@ -15,6 +15,7 @@ from anyshard.layout import Layout, plan
 from anyshard.model import Program, Weight, program
 
 TINY = [config for name, config in MODELS.items() if name.startswith("adversarial")]
+TINY.append(QWEN3_SHAPED)
 CUTS = [
     (config, tp, pp)
     for config in TINY
@@ -22,7 +23,7 @@ CUTS = [
     for pp in range(1, config.num_layers + 1)
 ]
 IN_ONE_PLACE = ("q", "o", "gate", "up", "down", "q_bias", "gate_bias", "up_bias")
-PER_STAGE = ("attn_norm", "mlp_norm", "o_bias", "down_bias", "norm")
+PER_STAGE = ("attn_norm", "q_norm", "k_norm", "mlp_norm", "o_bias", "down_bias", "norm")
 
 
 def programs(config: ModelConfig, layout: Layout) -> list[Program]:
@@ -62,7 +63,13 @@ def test_every_weight_element_is_owned_once_by_its_cut(
     with_heads = sum(stop > start for start, stop in layout.heads)
     with_ffn = sum(stop > start for start, stop in layout.ffn)
     with_vocab = sum(stop > start for start, stop in layout.vocab)
-    holders = {"attn_norm": with_heads, "mlp_norm": with_ffn, "norm": with_vocab}
+    holders = {
+        "attn_norm": with_heads,
+        "q_norm": with_heads,
+        "k_norm": with_heads,
+        "mlp_norm": with_ffn,
+        "norm": with_vocab,
+    }
     for name, shape in config.tensor_shapes().items():
         part = name.rsplit(".", 1)[-1]
         count = owned(shape, taken[name])

@@ -31,7 +31,9 @@ Arguments = dict[str, Any]
 ROWS = (1, 2, 4, 5, 9, 33)
 
 
-def qkv(rows: int, *, hidden: int, heads: int, kv_heads: int, head_dim: int) -> Arguments:
+def qkv(
+    rows: int, *, hidden: int, heads: int, kv_heads: int, head_dim: int, head_norm: bool = False
+) -> Arguments:
     rng = np.random.default_rng(rows)
     lengths, merges = leaves(hidden)
     slots, blocks = 3, 5
@@ -50,8 +52,8 @@ def qkv(rows: int, *, hidden: int, heads: int, kv_heads: int, head_dim: int) -> 
         "q_bias": floats(rng, heads * head_dim) if heads else None,
         "k_bias": floats(rng, kv_heads * head_dim) if kv_heads else None,
         "v_bias": None,
-        "q_norm": None,
-        "k_norm": None,
+        "q_norm": floats(np.random.default_rng(1), head_dim) if head_norm else None,
+        "k_norm": floats(np.random.default_rng(2), head_dim) if head_norm else None,
         "leaf_lengths": lengths,
         "merges": merges,
         "head_dim": head_dim,
@@ -123,6 +125,16 @@ CASES: list[tuple[str, str, Builder]] = [
     ("Qkv", "9/3 heads", lambda r: qkv(r, hidden=96, heads=9, kv_heads=3, head_dim=16)),
     ("Qkv", "odd", lambda r: qkv(r, hidden=131, heads=5, kv_heads=2, head_dim=24)),
     ("Qkv", "wide head", lambda r: qkv(r, hidden=64, heads=1, kv_heads=1, head_dim=256)),
+    (
+        "Qkv",
+        "normed heads",
+        lambda r: qkv(r, hidden=96, heads=5, kv_heads=2, head_dim=24, head_norm=True),
+    ),
+    (
+        "Qkv",
+        "normed wide head",
+        lambda r: qkv(r, hidden=64, heads=2, kv_heads=1, head_dim=256, head_norm=True),
+    ),
     ("Qkv", "no heads", lambda r: qkv(r, hidden=64, heads=0, kv_heads=0, head_dim=8)),
     ("GateUp", "odd", lambda r: gate_up(r, hidden=97, ffn=203, bias=True)),
     ("GateUp", "even", lambda r: gate_up(r, hidden=192, ffn=128, bias=False)),
@@ -191,6 +203,26 @@ def test_a_norm_that_overflows_faults_its_row_only(body: str, threads: int, bad:
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("panels_of", ["q_panels", "k_panels"])
+def test_a_head_that_overflows_its_norm_faults_its_row_only(body: str, panels_of: str) -> None:
+    rows = 5
+    arguments = qkv(rows, hidden=40, heads=3, kv_heads=2, head_dim=8, head_norm=True)
+    arguments["norm_weight"][:] = 1
+    arguments["x"][:] = 0
+    arguments["x"][:, :2] = 1  # normed, each row is the root of 20 in two places
+    arguments["x"][3, 1] = -1
+    arguments[panels_of][..., :2, :] = 0
+    arguments[panels_of][-1, :2, 5] = (1e20, -1e20)  # they cancel but in row 3
+    arguments["q_bias"][:], arguments["k_bias"][:] = 1, 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = run(reference, "Qkv", None, arguments, rows)
+    got = run(native, "Qkv", pool(body, 2), arguments, rows)
+    assert differing(got["row_fault"], ints(0, 0, 0, arguments["fault_code"], 0)) == 0
+    assert differing(expected["row_fault"], got["row_fault"]) == 0
+    assert differing(expected["q_out"], got["q_out"]) == 0
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_a_fault_of_a_sampled_row_is_the_rows(body: str) -> None:
     arguments = head(6, hidden=40, vocab=24)
     arguments["x"][4, 0] = np.nan
@@ -232,7 +264,8 @@ def test_indices_that_lead_outside_are_refused(
         ("norm_weight", np.ones(15, np.float32), r"norm_weight has shape \[15\]; \[16\]"),
         ("leaf_lengths", ints(8, 8), "merges has shape"),
         ("q_bias", np.ones(7, np.float32), "q_bias has shape"),
-        ("q_norm", np.ones(8, np.float32), "q_norm and k_norm are not supported"),
+        ("q_norm", np.ones(7, np.float32), r"q_norm has shape \[7\]; \[8\]"),
+        ("k_norm", np.ones(16, np.float32), r"k_norm has shape \[16\]; \[8\]"),
         ("k_panels", None, "k_panels is None, but 8 outputs"),
         ("cos", np.ones((160, 8), np.float32), "cos has shape"),
         ("sin", np.ones((159, 4), np.float32), "sin has shape"),

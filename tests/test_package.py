@@ -52,7 +52,9 @@ def test_import_brings_in_nothing_heavy() -> None:
     assert loaded.isdisjoint({*HEAVY, "numpy"})
 
 
-@pytest.mark.parametrize("arguments", ['"--help"', '"generate", "--help"'])
+@pytest.mark.parametrize(
+    "arguments", ['"--help"', '"generate", "--help"', '"chat", "--help"', '"doctor", "--help"']
+)
 def test_help_imports_nothing_heavy(arguments: str) -> None:
     loaded = modules_after(HELP.format(arguments=arguments))
     assert "anyshard" in loaded

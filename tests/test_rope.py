@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from anyshard.config import Llama3Scaling, RopeDivisors
 from anyshard.ops.rope import cos_sin, inverse_frequencies, rope_table
 
 DIGITS = Context(prec=80)
@@ -108,6 +109,71 @@ def test_a_row_does_not_depend_on_the_length_of_the_table() -> None:
     for positions in (1, 2, 3, 31, 257):
         short = rope_table(positions, 16, 1e5)
         assert all(np.array_equal(a, b[:positions]) for a, b in zip(short, long, strict=True))
+
+
+# of Llama 3.1, 3.2 and one whose ramp begins and ends inside
+LLAMA3 = [
+    (128, 5e5, Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
+                             original_context=8192)),
+    (64, 5e5, Llama3Scaling(factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
+                            original_context=8192)),
+    (16, 1e4, Llama3Scaling(factor=3.7, low_frequency_factor=0.3, high_frequency_factor=9.5,
+                            original_context=777)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "theta", "scaling"), LLAMA3)
+def test_waves_are_slowed_by_the_rule_of_llama_3(
+    head_dim: int, theta: float, scaling: Llama3Scaling
+) -> None:
+    """Against 80 digits, by wave lengths, as the published rule has it."""
+    high, low = inverse_frequencies(head_dim, theta, scaling)
+    plain_high, plain_low = inverse_frequencies(head_dim, theta)
+    bounds = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kinds = set()
+    for i in range(head_dim // 2):
+        plain = Decimal(theta) ** (Decimal(-2 * i) / head_dim)
+        length = 4 * half_pi() / plain
+        longest, shortest = (scaling.original_context / Decimal(bound) for bound in bounds)
+        wanted = plain
+        if length > longest:
+            wanted = plain / Decimal(scaling.factor)
+        elif length >= shortest:
+            first, last = map(Decimal, bounds)
+            smooth = (scaling.original_context / length - first) / (last - first)
+            wanted = (1 - smooth) * plain / Decimal(scaling.factor) + smooth * plain
+        kinds.add((length > longest, length < shortest))
+        got = Decimal(float(high[i])) + Decimal(float(low[i]))
+        assert abs(got / wanted - 1) < Decimal(2) ** -104
+        if length < shortest:
+            assert (high[i], low[i]) == (plain_high[i], plain_low[i])
+    assert len(kinds) == 3
+
+
+def test_divisors_divide_the_frequencies() -> None:
+    divisors = tuple(float(np.float32(1 + i / 3)) for i in range(8))
+    high, low = inverse_frequencies(16, 1e4, RopeDivisors(divisors=divisors))
+    for i, divisor in enumerate(divisors):
+        wanted = Decimal(10000) ** (Decimal(-2 * i) / 16) / Decimal(divisor)
+        got = Decimal(float(high[i])) + Decimal(float(low[i]))
+        assert abs(got / wanted - 1) < Decimal(2) ** -104
+    table = rope_table(40, 16, 1e4, RopeDivisors(divisors=divisors))
+    plain = rope_table(40, 16, 1e4)
+    assert np.array_equal(table[0][:, 0], plain[0][:, 0])  # divided by 1
+    assert not np.array_equal(table[0][1:, 1:], plain[0][1:, 1:])
+
+
+@pytest.mark.parametrize(("head_dim", "theta", "scaling"), LLAMA3)
+def test_the_scaled_table_is_correctly_rounded(
+    head_dim: int, theta: float, scaling: Llama3Scaling
+) -> None:
+    cos, sin = rope_table(4096, head_dim, theta, scaling)
+    high, low = inverse_frequencies(head_dim, theta, scaling)
+    for position in (1, 33, 1000, 4095):
+        for i in range(0, head_dim // 2, 5):
+            angle = position * (Decimal(float(high[i])) + Decimal(float(low[i])))
+            c, s = exact(angle)
+            assert is_nearest(cos[position, i], c) and is_nearest(sin[position, i], s)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])

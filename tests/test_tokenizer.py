@@ -370,7 +370,7 @@ def test_hf_tokenizers_that_cannot_be_read_are_refused(tmp_path: Path, demo: Tok
     with pytest.raises(UserError, match="has no chat template, which --chat needs"):
         tokenizer.encode_chat(HI)
     edit_tokenizer(directory, decoder={"type": "Fuse"})
-    with pytest.raises(CheckpointError, match="the decoder is Fuse; ByteLevel can be read"):
+    with pytest.raises(CheckpointError, match="the decoder is Fuse; ByteLevel and that of"):
         open_tokenizer(open_checkpoint(str(directory)))
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read"):
@@ -380,8 +380,18 @@ def test_hf_tokenizers_that_cannot_be_read_are_refused(tmp_path: Path, demo: Tok
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "model is 'llama'; gpt2"),
-        ({"pre": "llama-bpe"}, "pre is 'llama-bpe'; smollm and qwen2"),
+        ({"model": "t5"}, r"model is 't5'; gpt2 .* and llama"),
+        ({"pre": "tekken"}, "pre is 'tekken'; default, gpt-2, llama-bpe, .*smollm can be read"),
+        ({"pre": ("smollm",)}, r"pre is \('smollm',\)"),
+        ({"model": "llama"}, "scores does not have one number for each of the 3"),
+        ({"model": "llama", "scores": (0.0, -1.0)}, "scores does not have one number"),
+        ({"model": "llama", "scores": (0.0, -1.0, float("nan"))}, "scores does not have"),
+        ({"model": "llama", "scores": (0.0, -1.0, -2.0)}, "token_type does not have one number"),
+        (
+            {"model": "llama", "scores": (0.0,) * 3, "token_type": (1,) * 3}
+            | {"tokens": ("a", "b", "x" * 2000)},
+            "item 2 of tokenizer.ggml.tokens has 2000 characters; at most 1024",
+        ),
         ({"pre": None}, "pre is None"),
         ({"tokens": (1, 2)}, "tokens is missing or no array of strings"),
         ({"tokens": ("a", "a")}, "tokens holds 'a' twice"),

@@ -86,7 +86,7 @@ class Qkv:
 
     x [R, D], norm_weight [D], q_out [R, H*d], cos and sin [C, d/2], k_cache [P, G, d, 32],
     v_cache [P, G, 32, d], page_table [S, B], row_slot, positions and row_fault [R]; biases as
-    wide as their outputs or None; q_norm and k_norm must be None.
+    wide as their outputs or None; q_norm and k_norm [d] norm each head before RoPE, or None.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Qkv:
         q_bias: F32 | None,
         k_bias: F32 | None,
         v_bias: F32 | None,
-        q_norm: None,
-        k_norm: None,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
         leaf_lengths: I32,
         merges: I32,
         head_dim: int,

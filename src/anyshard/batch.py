@@ -2,7 +2,9 @@
 
 A tick holds one row for every sequence that decodes, then prompt rows in arrival order, at most
 `chunk` of one prompt, at most `rows_max` in all. Pages for a whole request are taken when it is
-admitted, so nothing runs out half way. Knows nothing of ranks, text or clocks.
+admitted, so nothing runs out half way. A request of a *session* leaves its sequence resting when it
+ends, pages and all; the session's next request continues it from the first token that differs.
+Knows nothing of ranks, text or clocks.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ from dataclasses import dataclass, replace
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request
 
-__all__ = ["Batch", "Limits", "Row", "Sequence", "Tick", "admit", "apply", "next_tick", "rewind"]
+__all__ = [
+    "Batch",
+    "Limits",
+    "Row",
+    "Sequence",
+    "Tick",
+    "admit",
+    "apply",
+    "end_session",
+    "next_tick",
+    "rewind",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +54,35 @@ class Sequence:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
 
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt whose keys and values are not stored yet."""
+        return max(0, len(self.request.prompt) - self.computed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """All that scheduling knows: who waits, who runs, what is free."""
+    """All that scheduling knows: who waits, who runs, who rests, what is free.
+
+    A resting sequence has ended, but its slot and pages stay stored for the next request of its
+    session. It is a cache: the one that has rested longest gives way when others need its room.
+    """
 
     waiting: tuple[tuple[int, Request], ...]
     running: tuple[Sequence, ...]
     free_slots: tuple[int, ...]
     pool: PagePool
+    resting: tuple[Sequence, ...] = ()
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         return bool(self.waiting or self.running)
+
+    @property
+    def unread(self) -> int:
+        """Prompt tokens that have yet to run, as far as is known (a waiting one may be stored)."""
+        return sum(s.unread for s in self.running) + sum(len(r.prompt) for _, r in self.waiting)
 
 
 @dataclass(frozen=True)
@@ -76,32 +104,76 @@ class Tick:
 
 
 def admit(batch: Batch, limits: Limits) -> tuple[tuple[Sequence, ...], Batch]:
-    """Move waiting requests into free slots, in order, while their pages last."""
+    """Move waiting requests into slots, in order, while their pages last.
+
+    Only a request whose session still answers an earlier one lets others pass.
+    """
     admitted: list[Sequence] = []
-    waiting, slots, pool = list(batch.waiting), list(batch.free_slots), batch.pool
-    while waiting and slots:
-        request_id, request = waiting[0]
-        need = pages_for(len(request.prompt) + request.max_tokens, block=limits.block)
-        if need > len(pool.free):
+    later: list[tuple[int, Request]] = []
+    waiting = batch.waiting
+    for index, (request_id, request) in enumerate(waiting):
+        if request.session is not None and _of_session(batch.running, request.session):
+            later.append((request_id, request))
+            continue
+        placed = _place(batch, request_id, request, limits)
+        if placed is None:
+            later += waiting[index:]
             break
-        pages, pool = pool.take(need)
-        admitted.append(
-            Sequence(
-                request_id=request_id,
-                request=request,
-                slot=slots.pop(0),
-                pages=pages,
-                tokens=request.prompt,
-            )
-        )
-        waiting.pop(0)
-    return tuple(admitted), replace(
+        sequence, batch = placed
+        admitted.append(sequence)
+    return tuple(admitted), replace(batch, waiting=tuple(later))
+
+
+def _of_session(sequences: tuple[Sequence, ...], session: int | None) -> Sequence | None:
+    if session is None:
+        return None
+    return next((s for s in sequences if s.request.session == session), None)
+
+
+def _place(
+    batch: Batch, request_id: int, request: Request, limits: Limits
+) -> tuple[Sequence, Batch] | None:
+    """The sequence of a request, running: the session's own continued, or one in a free slot.
+
+    Room is made by ending what rests, the longest at rest first; None if even that is too little.
+    """
+    own = _of_session(batch.resting, request.session)
+    others = tuple(s for s in batch.resting if s is not own)
+    need = pages_for(len(request.prompt) + request.max_tokens, block=limits.block)
+    missing = max(0, need - len(own.pages if own else ()))
+    slots, pool = batch.free_slots, batch.pool
+    while others and (len(pool.free) < missing or not (own or slots)):
+        slots, pool = (*slots, others[0].slot), pool.give(others[0].pages)
+        others = others[1:]
+    if len(pool.free) < missing or not (own or slots):
+        return None
+    pages, pool = pool.take(missing)
+    if own is None:
+        slot, slots, computed = slots[0], slots[1:], 0
+    else:
+        slot, pages, computed = own.slot, own.pages + pages, _stored_of(own, request.prompt)
+    sequence = Sequence(
+        request_id=request_id,
+        request=request,
+        slot=slot,
+        pages=pages,
+        tokens=request.prompt,
+        computed=computed,
+    )
+    return sequence, replace(
         batch,
-        waiting=tuple(waiting),
-        running=batch.running + tuple(admitted),
-        free_slots=tuple(slots),
+        running=(*batch.running, sequence),
+        resting=others,
+        free_slots=slots,
         pool=pool,
     )
+
+
+def _stored_of(sequence: Sequence, prompt: tuple[int, ...]) -> int:
+    """How many tokens of `prompt` stand stored in `sequence`; the last one always runs."""
+    most = min(sequence.computed, len(prompt) - 1)
+    pairs = zip(sequence.tokens[:most], prompt, strict=False)
+    return next((index for index, (old, new) in enumerate(pairs) if old != new), most)
 
 
 def next_tick(batch: Batch, limits: Limits) -> tuple[Tick, Batch]:
@@ -121,26 +193,49 @@ def next_tick(batch: Batch, limits: Limits) -> tuple[Tick, Batch]:
 
 
 def apply(batch: Batch, tick: Tick, tokens: dict[int, int], finished: frozenset[int]) -> Batch:
-    """The state after a tick: rows computed, `tokens` by slot appended, `finished` slots freed."""
+    """The state after a tick: rows computed, `tokens` by slot appended.
+
+    `finished` slots are freed, or rest if their request belongs to a session.
+    """
     ran: dict[int, int] = {}
     for row in tick.rows:
         ran[row.slot] = ran.get(row.slot, 0) + 1
     running: list[Sequence] = []
+    resting = list(batch.resting)
     slots, pool = list(batch.free_slots), batch.pool
     for sequence in batch.running:
-        if sequence.slot in finished:
+        if sequence.slot in finished and sequence.request.session is None:
             slots.append(sequence.slot)
             pool = pool.give(sequence.pages)
             continue
         new = (tokens[sequence.slot],) if sequence.slot in tokens else ()
-        running.append(
+        (resting if sequence.slot in finished else running).append(
             replace(
                 sequence,
                 tokens=sequence.tokens + new,
                 computed=sequence.computed + ran.get(sequence.slot, 0),
             )
         )
-    return replace(batch, running=tuple(running), free_slots=tuple(slots), pool=pool)
+    return replace(
+        batch,
+        running=tuple(running),
+        resting=tuple(resting),
+        free_slots=tuple(slots),
+        pool=pool,
+    )
+
+
+def end_session(batch: Batch, session: int) -> Batch:
+    """Free what rests of a session, if anything does."""
+    own = _of_session(batch.resting, session)
+    if own is None:
+        return batch
+    return replace(
+        batch,
+        resting=tuple(s for s in batch.resting if s is not own),
+        free_slots=(*batch.free_slots, own.slot),
+        pool=batch.pool.give(own.pages),
+    )
 
 
 def rewind(batch: Batch, slot: int, *, computed: int, tokens: tuple[int, ...]) -> Batch:

@@ -17,12 +17,42 @@ from typing import Any, Literal
 
 from anyshard.errors import CheckpointError
 
-__all__ = ["LEAF", "ModelConfig", "Profile", "config_from_gguf", "config_from_hf"]
+__all__ = [
+    "LEAF",
+    "MAX_HEAD_DIM",
+    "Llama3Scaling",
+    "ModelConfig",
+    "Profile",
+    "RopeDivisors",
+    "config_from_gguf",
+    "config_from_hf",
+]
 
-Architecture = Literal["llama", "qwen2"]
+Architecture = Literal["llama", "qwen2", "qwen3"]
 
 MAX_HEAD_DIM = 256  # of the native attention
 LEAF = 64  # consecutive k of one fma chain in the f32 profile (docs/numerics.md, Tree)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Slower rotation of long waves, as Llama 3.1 and later have it (docs/numerics.md, RoPE).
+
+    Waves longer than original_context / low_frequency_factor turn `factor` times slower, those
+    shorter than original_context / high_frequency_factor as before, between them by a ramp.
+    """
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeDivisors:
+    """Inverse frequency i is divided by `divisors[i]`: what `rope_freqs.weight` in GGUF holds."""
+
+    divisors: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +74,8 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: Llama3Scaling | RopeDivisors | None = None
 
     @property
     def q_per_kv(self) -> int:
@@ -66,6 +98,8 @@ class ModelConfig:
                 "up": (f, d),
                 "down": (d, f),
             }
+            if self.qk_norm:
+                layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
             biased = {
                 "q": self.qkv_bias,
                 "k": self.qkv_bias,
@@ -134,35 +168,38 @@ def _checked(config: ModelConfig) -> ModelConfig:
     return config
 
 
+_HF_FAMILIES: dict[str, Architecture] = {
+    "LlamaForCausalLM": "llama",
+    "llama": "llama",
+    "MistralForCausalLM": "llama",  # the same program; a sliding window is refused
+    "mistral": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "qwen2": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "qwen3": "qwen3",
+}
+
+
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Build from the parsed `config.json` of an HF directory.
 
+    A field that is missing has the value that transformers gives it.
+
     Raises: CheckpointError naming the field that decided.
-    Held by: test_config.py.
+    Held by: test_config.py, test_families.py.
     """
-    names = raw.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else raw.get("model_type")
-    families: dict[object, Architecture] = {
-        "LlamaForCausalLM": "llama",
-        "llama": "llama",
-        "Qwen2ForCausalLM": "qwen2",
-        "qwen2": "qwen2",
-    }
-    if not isinstance(name, str) or name not in families:
-        raise CheckpointError(
-            f"architecture {name!r} (config.json: architectures) is not supported; "
-            "LlamaForCausalLM and Qwen2ForCausalLM are"
-        )
-    architecture = families[name]
-    _refuse_unsupported_hf(raw)
+    name = _hf_name(raw)
+    architecture = _HF_FAMILIES[name]
+    _refuse_unsupported_hf(raw, is_mistral=name in ("MistralForCausalLM", "mistral"))
     hidden = _positive(raw.get("hidden_size"), "hidden_size")
     heads = _positive(raw.get("num_attention_heads"), "num_attention_heads")
-    head_dim = raw.get("head_dim")
+    head_dim = raw.get("head_dim", 128 if architecture == "qwen3" else None)
     if head_dim is None:
         if hidden % heads:
             raise CheckpointError(f"hidden_size {hidden} does not divide into {heads} heads")
         head_dim = hidden // heads
-    attention_bias = bool(raw.get("attention_bias", False))
+    kv_heads = raw.get("num_key_value_heads", heads if architecture == "llama" else 0)
+    bias = bool(raw.get("attention_bias", False)) and name not in ("MistralForCausalLM", "mistral")
     return _checked(
         ModelConfig(
             architecture=architecture,
@@ -170,18 +207,31 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             hidden=hidden,
             ffn=_positive(raw.get("intermediate_size"), "intermediate_size"),
             num_heads=heads,
-            num_kv_heads=_positive(raw.get("num_key_value_heads", heads), "num_key_value_heads"),
+            num_kv_heads=_positive(heads if kv_heads is None else kv_heads, "num_key_value_heads"),
             head_dim=_positive(head_dim, "head_dim"),
             vocab=_positive(raw.get("vocab_size"), "vocab_size"),
             context=_positive(raw.get("max_position_embeddings"), "max_position_embeddings"),
             norm_eps=_real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             rope_theta=_hf_rope_theta(raw),
             tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "qwen2" or attention_bias,
-            o_bias=architecture == "llama" and attention_bias,
-            mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
+            qkv_bias=architecture == "qwen2" or bias,
+            o_bias=architecture != "qwen2" and bias,
+            mlp_bias=name in ("LlamaForCausalLM", "llama") and bool(raw.get("mlp_bias", False)),
+            qk_norm=architecture == "qwen3",
+            rope_scaling=_hf_rope_scaling(raw),
         )
     )
+
+
+def _hf_name(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else raw.get("model_type")
+    if not isinstance(name, str) or name not in _HF_FAMILIES:
+        known = ", ".join(name for name in _HF_FAMILIES if name.endswith("LM"))
+        raise CheckpointError(
+            f"architecture {name!r:.80} (config.json: architectures) is not supported; {known} are"
+        )
+    return name
 
 
 def _hf_rope_theta(raw: Mapping[str, Any]) -> float:
@@ -191,10 +241,9 @@ def _hf_rope_theta(raw: Mapping[str, Any]) -> float:
     return _real(nested if nested is not None else raw.get("rope_theta", 10000.0), "rope_theta")
 
 
-def _refuse_unsupported_hf(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported; silu is")
-    _refuse_other_than_one(raw, "", "partial_rotary_factor")
+def _hf_rope_scaling(raw: Mapping[str, Any]) -> Llama3Scaling | None:
+    """From rope_scaling (older files) or rope_parameters; both may be there and then agree."""
+    found: dict[str, Llama3Scaling | None] = {}
     for field in ("rope_scaling", "rope_parameters"):
         scaling = raw.get(field)
         if scaling is None:
@@ -202,12 +251,59 @@ def _refuse_unsupported_hf(raw: Mapping[str, Any]) -> None:
         if not isinstance(scaling, Mapping):
             raise CheckpointError(f"{field} is {scaling!r:.80}; an object or null is needed")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            raise CheckpointError(f"{field} of type {kind!r:.80} is not supported yet")
-        for name in ("factor", "partial_rotary_factor"):
-            _refuse_other_than_one(scaling, f"{field}.", name)
+        if kind not in ("default", "llama3"):
+            raise CheckpointError(
+                f"{field} of type {kind!r:.80} is not supported; default and llama3 are"
+            )
+        _refuse_other_than_one(scaling, f"{field}.", "partial_rotary_factor")
+        if kind == "default":
+            _refuse_other_than_one(scaling, f"{field}.", "factor")
+        found[field] = _llama3(scaling, field) if kind == "llama3" else None
+    if len(set(found.values())) > 1:
+        raise CheckpointError("rope_scaling and rope_parameters disagree about the rotation")
+    return next(iter(found.values()), None)
+
+
+def _llama3(scaling: Mapping[str, Any], field: str) -> Llama3Scaling:
+    def number(name: str) -> float:
+        return _real(scaling.get(name), f"{field}.{name}")
+
+    original = "original_max_position_embeddings"
+    result = Llama3Scaling(
+        factor=number("factor"),
+        low_frequency_factor=number("low_freq_factor"),
+        high_frequency_factor=number("high_freq_factor"),
+        original_context=_positive(scaling.get(original), f"{field}.{original}"),
+    )
+    if result.high_frequency_factor <= result.low_frequency_factor:
+        raise CheckpointError(
+            f"{field}.high_freq_factor is {result.high_frequency_factor}; it must exceed "
+            f"low_freq_factor, which is {result.low_frequency_factor}"
+        )
+    return result
+
+
+def _refuse_unsupported_hf(raw: Mapping[str, Any], *, is_mistral: bool) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {raw['hidden_act']!r:.80} is not supported; silu is")
+    _refuse_other_than_one(raw, "", "partial_rotary_factor")
+    # Mistral's files without the field mean 4,096
+    if is_mistral and (window := raw.get("sliding_window", 4096)) is not None:
+        raise CheckpointError(
+            f"sliding_window is {window!r:.80}; sliding windows are not supported, null is needed"
+        )
     if raw.get("use_sliding_window"):
         raise CheckpointError("use_sliding_window is true; sliding windows are not supported")
+    layers = raw.get("layer_types")
+    if layers is not None and (
+        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
+    ):
+        raise CheckpointError(
+            "layer_types holds something else than full_attention, which alone is supported"
+        )
+    for field in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if raw.get(field):
+            raise CheckpointError(f"{field} is set; mixtures of experts are not supported")
     if raw.get("quantization_config"):
         raise CheckpointError("quantization_config is set; quantised HF files are not supported")
 
@@ -219,41 +315,42 @@ def _refuse_other_than_one(fields: Mapping[str, Any], prefix: str, name: str) ->
     """
     value = fields.get(name)
     if value is not None and not (isinstance(value, (int, float)) and value == 1):
-        raise CheckpointError(f"{prefix}{name} is {value!r:.80}; only 1 is supported yet")
+        raise CheckpointError(f"{prefix}{name} is {value!r:.80}; only 1 is supported")
 
 
-def config_from_gguf(metadata: Mapping[str, Any], *, has_head: bool) -> ModelConfig:
+_GGUF_FAMILIES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any], *, has_head: bool, divisors: tuple[float, ...] = ()
+) -> ModelConfig:
     """Build from GGUF metadata; `has_head` says whether `output.weight` is in the file.
+
+    `divisors` are the numbers of `rope_freqs.weight`, if it is there: how GGUF states the
+    rotation of Llama 3.1.
 
     Raises: CheckpointError naming the key that decided.
     Held by: test_config.py.
     """
     name = metadata.get("general.architecture")
-    if name not in ("llama", "qwen2"):
+    if not isinstance(name, str) or name not in _GGUF_FAMILIES:
         raise CheckpointError(
-            f"general.architecture {name!r} is not supported; llama and qwen2 are"
+            f"general.architecture {name!r:.80} is not supported; llama, qwen2 and qwen3 are"
         )
-    architecture: Architecture = "llama" if name == "llama" else "qwen2"
+    architecture = _GGUF_FAMILIES[name]
 
     def field(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.{key}", default)
 
-    if metadata.get(f"{name}.expert_count"):
-        raise CheckpointError(f"{name}.expert_count is set; mixtures of experts are not supported")
-    scaling = field("rope.scaling.type", "none")
-    if scaling not in (None, "none"):
-        raise CheckpointError(f"{name}.rope.scaling.type {scaling!r} is not supported yet")
-    # files without a type scale by the factor alone; rope.scale_linear is its older name
-    for key in ("rope.scaling.factor", "rope.scale_linear"):
-        _refuse_other_than_one(metadata, "", f"{name}.{key}")
+    _refuse_unsupported_gguf(metadata, name)
     hidden = _positive(field("embedding_length"), "embedding_length")
     heads = _positive(field("attention.head_count"), "attention.head_count")
-    head_dim = field("attention.key_length", hidden // heads)
-    rope_dim = field("rope.dimension_count", head_dim)
-    if rope_dim != head_dim:
-        raise CheckpointError(
-            f"{name}.rope.dimension_count {rope_dim} differs from head_dim {head_dim}"
-        )
+    head_dim = _positive(field("attention.key_length", hidden // heads), "attention.key_length")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if field(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{name}.{key} {field(key)!r:.40} differs from head_dim {head_dim}"
+            )
     tokens = metadata.get("tokenizer.ggml.tokens")
     vocab = field("vocab_size", len(tokens) if tokens is not None else None)
     return _checked(
@@ -266,7 +363,7 @@ def config_from_gguf(metadata: Mapping[str, Any], *, has_head: bool) -> ModelCon
             num_kv_heads=_positive(
                 field("attention.head_count_kv", heads), "attention.head_count_kv"
             ),
-            head_dim=_positive(head_dim, "head_dim"),
+            head_dim=head_dim,
             vocab=_positive(vocab, "vocab_size"),
             context=_positive(field("context_length"), "context_length"),
             norm_eps=_real(
@@ -275,5 +372,39 @@ def config_from_gguf(metadata: Mapping[str, Any], *, has_head: bool) -> ModelCon
             rope_theta=_real(field("rope.freq_base", 10000.0), "rope.freq_base"),
             tied=not has_head,
             qkv_bias=architecture == "qwen2",
+            qk_norm=architecture == "qwen3",
+            rope_scaling=_divisors(divisors, head_dim),
         )
     )
+
+
+def _refuse_unsupported_gguf(metadata: Mapping[str, Any], name: str) -> None:
+    for key, what in (
+        ("expert_count", "mixtures of experts"),
+        ("attention.sliding_window", "sliding windows"),
+        ("attention.clamp_kqv", "clamped projections"),
+        ("attention.scale", "own attention scales"),
+    ):
+        if metadata.get(f"{name}.{key}"):
+            raise CheckpointError(f"{name}.{key} is set; {what} are not supported")
+    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+    if scaling not in (None, "none"):
+        raise CheckpointError(f"{name}.rope.scaling.type {scaling!r:.80} is not supported")
+    # files without a type scale by the factor alone; rope.scale_linear is its older name
+    for key in ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"):
+        _refuse_other_than_one(metadata, "", f"{name}.{key}")
+    for key in ("logit_scale", "embedding_scale", "residual_scale"):
+        _refuse_other_than_one(metadata, "", f"{name}.{key}")
+
+
+def _divisors(divisors: tuple[float, ...], head_dim: int) -> RopeDivisors | None:
+    if not divisors or all(value == 1 for value in divisors):
+        return None
+    if len(divisors) != head_dim // 2:
+        raise CheckpointError(
+            f"rope_freqs.weight holds {len(divisors)} numbers; half of head_dim, {head_dim // 2}, "
+            "are needed"
+        )
+    for value in divisors:
+        _real(value, "rope_freqs.weight")
+    return RopeDivisors(divisors=divisors)

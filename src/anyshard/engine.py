@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from anyshard.batch import Batch, Limits, Sequence, Tick, apply, next_tick
+from anyshard.batch import Batch, Limits, Sequence, Tick, apply, end_session, next_tick
 from anyshard.binder import FaultCode
 from anyshard.checkpoint import open_checkpoint
 from anyshard.checkpoint.image import build_image
@@ -212,7 +212,6 @@ class Engine:
             pool=PagePool.of(plan.pages),
         )
         self._next_id = 0
-        self._prompt_tokens = 0
         self._cancelled: set[int] = set()
         self.control: FrontControl = group.start(
             Start(
@@ -234,7 +233,6 @@ class Engine:
                 prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=limit
             )
         assert all(0 <= token < self.config.vocab for token in request.prompt)
-        self._prompt_tokens += len(request.prompt)
         request_id = self._next_id
         self._next_id += 1
         self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
@@ -244,12 +242,17 @@ class Engine:
         """End a request before its next token; no further event of it comes."""
         self._cancelled.add(request_id)
 
+    def end_session(self, session: int) -> None:
+        """Free the slot and pages that the ended requests of a session left stored."""
+        self.batch = end_session(self.batch, session)
+
     def run(self, on_prefill: Callable[[int, int], None] | None = None) -> Iterator[Event]:
         """Walk ticks until no request is left; tokens come in request order within a tick.
 
         on_prefill hears, after every step with prompt rows, how many prompt tokens of how many
-        have run.
+        have run; what a session has stored counts in neither.
         """
+        read = self.timings.prefill_tokens
         while True:
             self._drop_cancelled()
             if not self.batch.busy:
@@ -259,7 +262,8 @@ class Engine:
             before = self.timings.prefill_tokens
             result = self._step(tick)
             if on_prefill is not None and self.timings.prefill_tokens > before:
-                on_prefill(self.timings.prefill_tokens, self._prompt_tokens)
+                unread = self.batch.unread
+                on_prefill(self.timings.prefill_tokens - read, before - read + unread)
             yield from self._finish(tick, result)
 
     def _drop_cancelled(self) -> None:
@@ -317,6 +321,7 @@ class Engine:
         by_slot = {s.slot: s for s in self.batch.running}
         tokens: dict[int, int] = {}
         finished: set[int] = set()
+        faulted: list[Sequence] = []
         events: list[Event] = []
         logits_index = 0
         for index, row in enumerate(tick.rows):
@@ -330,6 +335,7 @@ class Engine:
                 continue
             if result.faults[index]:
                 finished.add(row.slot)
+                faulted.append(sequence)
                 code = int(result.faults[index])
                 events.append(self._faulted(sequence, code, result.sequence))
             elif row.sample:
@@ -340,6 +346,9 @@ class Engine:
                     finished.add(row.slot)
                 events.append(Event(sequence.request_id, token, logits, finish))
         self.batch = apply(self.batch, tick, tokens, frozenset(finished))
+        for sequence in faulted:  # what it stored may be NaN
+            if sequence.request.session is not None:
+                self.end_session(sequence.request.session)
         return events
 
     def _faulted(self, sequence: Sequence, code: int, step: int) -> Event:

@@ -63,23 +63,11 @@ class Tree:
 
         What is left on the stack at the end are the values of `cover(span)`, in order.
         """
-        start, stop = span
-        counts = [0] * (stop - start)
-        for low, high in _nodes_of(self):
-            if low >= start and high <= stop:
-                counts[high - 1 - start] += 1
-        return tuple(counts)
+        return _merges_of(self, span)
 
     def cover(self, span: Span) -> tuple[Span, ...]:
         """The maximal nodes inside `span`, left to right, as spans of leaves."""
-        stack: list[Span] = []
-        for index, merges in enumerate(self.merges(span)):
-            stack.append((span[0] + index, span[0] + index + 1))
-            for _ in range(merges):
-                right = stack.pop()
-                left = stack.pop()
-                stack.append((left[0], right[1]))
-        return tuple(stack)
+        return _cover_of(self, span)
 
     def node_merges(self, spans: Sequence[Span]) -> tuple[int, ...]:
         """Merge counts for the receiver that holds the covers of `spans`, concatenated.
@@ -87,12 +75,39 @@ class Tree:
         `spans` partition all leaves in order; empty ones add no node. The last count leaves one
         value: the sum.
         """
-        nodes = [node for span in spans for node in self.cover(span)]
-        internal = _nodes_of(self)
-        return tuple(
-            sum(1 for low, high in internal if high == stop and low < start)
-            for start, stop in nodes
-        )
+        return _node_merges_of(self, tuple(spans))
+
+
+# Cached, because every layer of a program asks the same again.
+@lru_cache(maxsize=1024)
+def _merges_of(tree: Tree, span: Span) -> tuple[int, ...]:
+    start, stop = span
+    counts = [0] * (stop - start)
+    for low, high in _nodes_of(tree):
+        if low >= start and high <= stop:
+            counts[high - 1 - start] += 1
+    return tuple(counts)
+
+
+@lru_cache(maxsize=1024)
+def _cover_of(tree: Tree, span: Span) -> tuple[Span, ...]:
+    stack: list[Span] = []
+    for index, merges in enumerate(tree.merges(span)):
+        stack.append((span[0] + index, span[0] + index + 1))
+        for _ in range(merges):
+            right = stack.pop()
+            left = stack.pop()
+            stack.append((left[0], right[1]))
+    return tuple(stack)
+
+
+@lru_cache(maxsize=1024)
+def _node_merges_of(tree: Tree, spans: tuple[Span, ...]) -> tuple[int, ...]:
+    nodes = [node for span in spans for node in tree.cover(span)]
+    internal = _nodes_of(tree)
+    return tuple(
+        sum(1 for low, high in internal if high == stop and low < start) for start, stop in nodes
+    )
 
 
 @lru_cache(maxsize=256)

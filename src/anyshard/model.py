@@ -215,6 +215,10 @@ class _Builder:
         matrix = Weight(f"layers.{layer}.{name}", rows, columns)
         return (matrix, Weight(f"layers.{layer}.{name}_bias", rows)) if bias else (matrix,)
 
+    def _head_norms(self, layer: int) -> tuple[Weight, ...]:
+        names = ("q_norm", "k_norm") if self.config.qk_norm else ()
+        return tuple(Weight(f"layers.{layer}.{name}", (0, self.config.head_dim)) for name in names)
+
     def attention_block(self, layer: int) -> list[Op]:
         ops: list[Op] = []
         config, d = self.config, self.config.head_dim
@@ -235,6 +239,7 @@ class _Builder:
                         *self._matrix(layer, "q", q, whole, bias=config.qkv_bias),
                         *self._matrix(layer, "k", kv, whole, bias=config.qkv_bias),
                         *self._matrix(layer, "v", kv, whole, bias=config.qkv_bias),
+                        *self._head_norms(layer),
                     ),
                     sum=self.whole_hidden,
                     flop=2 * config.hidden * outputs,

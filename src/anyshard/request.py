@@ -52,7 +52,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt (token ids) to continue by at most `max_tokens`.
 
     stop_ids end the answer, and are part of its tokens; want_logits asks for the logit row of
-    every emitted token.
+    every emitted token. Requests of one `session` (a number of the caller's) continue each other:
+    keys and values of the tokens that they share from the start on are computed once.
     """
 
     prompt: tuple[int, ...]
@@ -60,6 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
     want_logits: bool = False
+    session: int | None = None
 
     @property
     def needs_logits(self) -> bool:

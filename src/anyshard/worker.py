@@ -152,7 +152,9 @@ class Worker:
         self.sample_rows = np.zeros(plan.sampled_max, np.int32)
         blocks = -(-plan.max_model_len // profile.kv_block)
         self.page_table = np.zeros((plan.num_slots, blocks), np.int32)
-        self.cos, self.sin = rope_table(plan.max_model_len, config.head_dim, config.rope_theta)
+        self.cos, self.sin = rope_table(
+            plan.max_model_len, config.head_dim, config.rope_theta, config.rope_scaling
+        )
         self.kv = KvCache(
             config,
             profile,

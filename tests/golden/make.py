@@ -120,7 +120,15 @@ def rms_norm(module: Any, pool: Any) -> dict[str, F32 | I32]:
 
 
 def qkv(module: Any, pool: Any) -> dict[str, F32 | I32]:
-    """Norm, three linears with bias, RoPE by absolute position, pages written."""
+    """Norm, three linears with bias, RoPE by absolute position, pages written; with head norms."""
+    d = HEAD_DIM
+    plain = _qkv(module, pool, (None, None))
+    normed = _qkv(module, pool, (hashed(48, d), hashed(49, d)))
+    assert np.array_equal(plain["v"], normed["v"])
+    return plain | {"q normed": normed["q"], "k normed": normed["k"]}
+
+
+def _qkv(module: Any, pool: Any, norms: tuple[F32 | None, F32 | None]) -> dict[str, F32 | I32]:
     hidden, heads, kv_heads, d, rows = 72, 3, 2, HEAD_DIM, len(POSITIONS)
     cos, sin = rope_table(301, d, 10_000.0)
     table = np.arange(10, dtype=np.int32)[::-1].reshape(1, 10).copy()
@@ -134,7 +142,7 @@ def qkv(module: Any, pool: Any) -> dict[str, F32 | I32]:
         packed(hashed(43, kv_heads * d, hidden)),
         packed(hashed(44, kv_heads * d, hidden)),
         hashed(45, heads * d), hashed(46, kv_heads * d), hashed(47, kv_heads * d),
-        None, None, lengths, merges, d, 0.375, cos, sin, positions, q_out, k_cache, v_cache,
+        *norms, lengths, merges, d, 0.375, cos, sin, positions, q_out, k_cache, v_cache,
         table, np.zeros(rows, np.int32), faults(rows), 1,
     ).run(rows)  # fmt: skip
     pages, lanes = table[0, positions // 32], positions % 32

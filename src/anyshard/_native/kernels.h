@@ -91,7 +91,7 @@ struct Best {
 };
 
 struct Kernels {
-  // One row; returns false if the sum of squares is not finite.
+  // One row; returns false if the sum of squares is not finite. out may be x.
   bool (*norm)(const Norm&, const float* x, float* out);
   // Rows x panels [panel_start, panel_stop).
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,

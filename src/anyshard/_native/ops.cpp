@@ -62,12 +62,16 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       sine_(a.sine, "sin", Element::kFloat, {cosine_.size(0), a.head_dim / 2}),
       paged_(a.page_table, a.row_slot, a.positions, q_out_.size(0), k_cache_.size(0),
              cosine_.size(0)),
+      q_norm_(optional_array(a.q_norm, "q_norm", Element::kFloat, {a.head_dim})),
+      k_norm_(optional_array(a.k_norm, "k_norm", Element::kFloat, {a.head_dim})),
+      row_fault_(a.row_fault, "row_fault", Element::kInt, {q_out_.size(0)}, true),
+      eps_(static_cast<float>(a.eps)),
+      fault_code_(a.fault_code),
       q_scale_(static_cast<float>(a.q_scale)) {
   require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
           "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
-  require(a.q_norm == Py_None && a.k_norm == Py_None, "q_norm and k_norm are not supported yet");
   kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
   pool.reserve(norm_.scratch_floats() + 2 * kv_floats_, 0);
 }
@@ -119,6 +123,7 @@ void Qkv::place_head(const Thread& thread, int row, int head) const {
   const int num_kv = k_.num_outputs() / head_dim_;
   if (head < num_q) {
     float* q = q_out_.writable_floats() + product(row, q_.num_outputs()) + product(head, head_dim_);
+    norm_head(thread.kernels, q_norm_, row, q);
     thread.kernels.rope(rope, q, &q_scale_, q);
     return;
   }
@@ -129,6 +134,7 @@ void Qkv::place_head(const Thread& thread, int row, int head) const {
   const int64_t lane = position % kBlock;
   if (head < num_q + num_kv) {
     float rotated[kMaxHeadDim];
+    norm_head(thread.kernels, k_norm_, row, k_rows(thread) + place);
     thread.kernels.rope(rope, k_rows(thread) + place, nullptr, rotated);
     float* out = k_cache_.writable_floats() + page_head + lane;
     for (int d = 0; d < head_dim_; ++d) out[d * kBlock] = rotated[d];
@@ -136,6 +142,13 @@ void Qkv::place_head(const Thread& thread, int row, int head) const {
     std::copy_n(v_rows(thread) + place, head_dim_,
                 v_cache_.writable_floats() + page_head + lane * head_dim_);
   }
+}
+
+// RMSNorm of one head in place, where the model has one.
+void Qkv::norm_head(const Kernels& kernels, const Array& weight, int row, float* head) const {
+  if (!weight.present()) return;
+  const bool fine = kernels.norm({weight.floats(), eps_, head_dim_}, head, head);
+  if (!fine) mark_fault(row_fault_.writable_ints(), row, fault_code_);
 }
 
 RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outputs,

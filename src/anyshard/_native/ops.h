@@ -49,6 +49,7 @@ class Qkv {
   void place_head(const Thread& thread, int row, int head) const;
   float* k_rows(const Thread& thread) const { return thread.common + norm_.scratch_floats(); }
   float* v_rows(const Thread& thread) const { return k_rows(thread) + kv_floats_; }
+  void norm_head(const Kernels& kernels, const Array& weight, int row, float* head) const;
 
   Pool& pool_;
   int head_dim_;
@@ -63,6 +64,11 @@ class Qkv {
   Array cosine_;
   Array sine_;
   PagedRows paged_;
+  Array q_norm_;
+  Array k_norm_;
+  Array row_fault_;
+  float eps_;
+  int32_t fault_code_;
   float q_scale_;
   size_t kv_floats_;  // of all rows' k, before their heads are placed
 };

@@ -10,6 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
+from anyshard.checkpoint.hub import download, parse_hub_id
 from anyshard.checkpoint.image import ImageTensor, WeightImage, build_image
 from anyshard.checkpoint.names import open_gguf, open_hf_directory
 from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial
@@ -52,7 +53,9 @@ def demo_model_path() -> Path:
 
 
 def open_checkpoint(path: str | None) -> Checkpoint:
-    """Open an HF directory, a GGUF file, or (None) the demo model.
+    """Open an HF directory, a GGUF file, a Hub id, or (None) the demo model.
+
+    What exists as a file or directory is never taken for a Hub id.
 
     Raises: CheckpointError in one sentence: the file, the field, what would be right.
     """
@@ -68,9 +71,12 @@ def open_checkpoint(path: str | None) -> Checkpoint:
 def _open(target: Path) -> Checkpoint:
     if target.is_dir():
         return open_hf_directory(target)
-    if not target.exists():
-        raise CheckpointError(
-            f"MODEL {str(target)!r} is neither a directory nor a .gguf file here; Hub ids are not "
-            "downloaded yet"
-        )
-    return open_gguf(target)
+    if target.exists():
+        return open_gguf(target)
+    hub_id = parse_hub_id(str(target))
+    if hub_id is not None:
+        return _open(download(hub_id))
+    raise CheckpointError(
+        f"MODEL {str(target)!r} is neither a directory nor a .gguf file here, nor a Hub id "
+        "(ORG/NAME, or ORG/NAME:FILE.gguf)"
+    )

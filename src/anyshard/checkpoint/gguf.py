@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.checkpoint.source import BLOCK, TensorType
+from anyshard.checkpoint.widen import BLOCK, TensorType
 from anyshard.errors import CheckpointError
 
 __all__ = ["GgufFile", "GgufTensor", "map_file", "read_gguf"]
@@ -265,9 +265,7 @@ def _read_entry(cursor: _Cursor, index: int, alignment: int) -> _Entry:
     offset = cursor.scalar(10, f"offset of {field}")
     kind = _READABLE.get(stored)
     if kind is None:
-        cursor.fail(
-            field, f"is stored as {stored}; {', '.join(sorted(_READABLE))} can be read so far"
-        )
+        cursor.fail(field, f"is stored as {stored}; {', '.join(BLOCK)} can be read")
     elements, block_bytes = BLOCK[kind]
     if dims[0] % elements:
         cursor.fail(field, f"has rows of {dims[0]}, not a multiple of the {kind} block {elements}")

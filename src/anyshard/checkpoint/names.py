@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.checkpoint.gguf import GgufFile, GgufTensor, read_gguf
+from anyshard.checkpoint.gguf import GgufFile, GgufTensor
 from anyshard.checkpoint.safetensors import SafeTensor, read_json_object, read_safetensors
 from anyshard.checkpoint.source import (
     Checkpoint,
@@ -24,7 +24,8 @@ from anyshard.checkpoint.source import (
     check_depth,
     check_tensors,
 )
-from anyshard.config import ModelConfig, config_from_gguf, config_from_hf
+from anyshard.checkpoint.split import read_whole_gguf
+from anyshard.config import MAX_HEAD_DIM, ModelConfig, config_from_gguf, config_from_hf
 from anyshard.errors import CheckpointError
 
 __all__ = ["gguf_name", "hf_name", "open_gguf", "open_hf_directory", "rotate_half_rows"]
@@ -34,6 +35,8 @@ _GGUF_LAYER: Final = {
     "q": "attn_q",
     "k": "attn_k",
     "v": "attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
     "o": "attn_output",
     "mlp_norm": "ffn_norm",
     "gate": "ffn_gate",
@@ -45,6 +48,8 @@ _HF_LAYER: Final = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
     "o": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
@@ -53,7 +58,7 @@ _HF_LAYER: Final = {
 }
 _GGUF_TOP: Final = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 _HF_TOP: Final = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_SMALL: Final = 16 << 20  # bytes; tensors that are read to find out whether they matter
+_ROPE_DIVISORS: Final = "rope_freqs.weight"
 
 
 def _file_name(name: str, top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> str:
@@ -88,16 +93,11 @@ def rotate_half_rows(num_heads: int, head_dim: int) -> NDArray[np.int32]:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A checkpoint from one GGUF file of architecture llama or qwen2.
+    """A checkpoint from one GGUF file, or from all parts of a split one.
 
     Raises: CheckpointError naming the file and the key or tensor.
     """
-    file = read_gguf(path)
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(
-            f"{path}: is one of {file.metadata['split.count']} parts; merge them into one file "
-            "(llama-gguf-split --merge)"
-        )
+    file = read_whole_gguf(path)
     config = _gguf_config(file)
     check_depth(config, len(file.tensors), label=str(path))
     names = {name: gguf_name(name) for name in config.tensor_shapes()}
@@ -119,7 +119,7 @@ def open_gguf(path: Path) -> Checkpoint:
     material = None
     if "tokenizer.ggml.model" in file.metadata:
         material = TokenizerMaterial(label=str(path), metadata=file.metadata)
-    return Checkpoint(path=path, config=config, sources=sources, tokenizer_material=material)
+    return Checkpoint(path=file.path, config=config, sources=sources, tokenizer_material=material)
 
 
 def _in_hf_order(
@@ -141,7 +141,11 @@ def _gguf_config(file: GgufFile) -> ModelConfig:
     if not isinstance(file.metadata.get("tokenizer.ggml.tokens", ()), tuple):
         raise CheckpointError(f"{file.path}: tokenizer.ggml.tokens is no array")
     try:
-        config = config_from_gguf(file.metadata, has_head="output.weight" in file.tensors)
+        config = config_from_gguf(
+            file.metadata,
+            has_head="output.weight" in file.tensors,
+            divisors=_rope_divisors(file.tensors.get(_ROPE_DIVISORS)),
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
     return replace(
@@ -152,16 +156,21 @@ def _gguf_config(file: GgufFile) -> ModelConfig:
     )
 
 
+def _rope_divisors(tensor: GgufTensor | None) -> tuple[float, ...]:
+    if tensor is None:
+        return ()
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM:
+        raise CheckpointError(
+            f"tensor {_ROPE_DIVISORS!r} is {tensor.type} of shape {tensor.shape}; half a head of "
+            "F32 is needed"
+        )
+    return tuple(map(float, tensor.raw.copy().view("<f4")))
+
+
 def _refuse_leftovers(path: Path, tensors: Mapping[str, GgufTensor], *, known: set[str]) -> None:
-    for name, tensor in tensors.items():
-        if name in known:
+    for name in tensors:
+        if name in known or name == _ROPE_DIVISORS:
             continue
-        if name == "rope_freqs.weight" and tensor.type == "F32" and tensor.raw.size <= _SMALL:
-            if bool((tensor.raw.view("<f4") == 1).all()):
-                continue  # factors of 1 change nothing
-            raise CheckpointError(
-                f"{path}: tensor {name!r} rescales the rotary frequencies; not supported yet"
-            )
         raise CheckpointError(
             f"{path}: tensor {name!r} has no place in this model; leaving it out would change "
             "the answers"
@@ -192,7 +201,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
             name=name,
             file_name=file_name,
             shape=tensors[file_name].shape,
-            type="F32",
+            type=tensors[file_name].type,
             raw=tensors[file_name].raw,
         )
         for name, file_name in names.items()
@@ -251,7 +260,8 @@ def _refuse_hf_leftovers(
             continue  # inv_freq follows from rope_theta; old exports store it
         if name == "lm_head.weight" and config.tied:
             embed = tensors.get("model.embed_tokens.weight")
-            if embed is not None and np.array_equal(embed.raw, tensor.raw):
+            same_type = embed is not None and embed.type == tensor.type
+            if embed is not None and same_type and np.array_equal(embed.raw, tensor.raw):
                 continue
             raise CheckpointError(
                 f"{label}: tensor {name!r} differs from model.embed_tokens.weight, but "

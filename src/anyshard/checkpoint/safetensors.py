@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.gguf import map_file
+from anyshard.checkpoint.widen import BLOCK, TensorType
 from anyshard.errors import CheckpointError
 
 __all__ = ["SafeTensor", "read_json_object", "read_safetensors"]
@@ -23,14 +24,15 @@ __all__ = ["SafeTensor", "read_json_object", "read_safetensors"]
 _MAX_HEADER: Final = 100_000_000  # bytes; the library's own limit
 _MAX_JSON: Final = 64 << 20  # bytes of a configuration file
 _MAX_RANK: Final = 8
-_DTYPE_BYTES: Final = {"F32": 4}
+_TYPES: Final[dict[str, TensorType]] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SafeTensor:
-    """Where one float32 tensor lies; `raw` may start at any byte, aligned or not."""
+    """Where one tensor lies; `raw` may start at any byte, aligned or not."""
 
     name: str
+    type: TensorType
     shape: tuple[int, ...]
     raw: NDArray[np.uint8]
 
@@ -87,7 +89,7 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
     region = np.frombuffer(mapped, np.uint8)[8 + header_bytes :]
     spans = {name: _span(path, name, entry) for name, entry in header.items()}
     end = 0
-    for name, (_, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
+    for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
         if start != end:
             raise CheckpointError(
                 f"{path}: tensor {name!r:.80} starts at byte {start}, but the one before it ends "
@@ -100,8 +102,8 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
             f"{path}: the tensors need {end} bytes, but the file holds {len(region)}; {problem}"
         )
     return {
-        name: SafeTensor(name=name, shape=shape, raw=region[start:stop])
-        for name, (shape, start, stop) in spans.items()
+        name: SafeTensor(name=name, type=kind, shape=shape, raw=region[start:stop])
+        for name, (kind, shape, start, stop) in spans.items()
     }
 
 
@@ -109,16 +111,15 @@ def _is_natural(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _span(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], int, int]:
-    """(shape, first byte, byte after the last) of one header entry."""
+def _span(path: Path, name: str, entry: Any) -> tuple[TensorType, tuple[int, ...], int, int]:
+    """(type, shape, first byte, byte after the last) of one header entry."""
     field = f"{path}: tensor {name!r:.80}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{field} needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in _TYPES:
         raise CheckpointError(
-            f"{field} has dtype {dtype!r:.80}, which cannot be read yet; F32 can: convert the "
-            "model to float32, or use a GGUF file"
+            f"{field} has dtype {dtype!r:.80}, which cannot be read; F32, F16 and BF16 can"
         )
     if not (isinstance(shape, list) and len(shape) <= _MAX_RANK and all(map(_is_natural, shape))):
         raise CheckpointError(
@@ -130,9 +131,10 @@ def _span(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], int, int]
             f"{field} has data_offsets {offsets!r:.80}; two whole numbers are needed"
         )
     start, stop = offsets
-    num_bytes = prod(shape) * _DTYPE_BYTES[dtype]
+    kind = _TYPES[dtype]
+    num_bytes = prod(shape) * BLOCK[kind][1]
     if stop - start != num_bytes:
         raise CheckpointError(
             f"{field} of shape {shape} needs {num_bytes} bytes, but spans {start} to {stop}"
         )
-    return tuple(shape), start, stop
+    return kind, tuple(shape), start, stop

@@ -1,7 +1,7 @@
 """What an opened checkpoint is: named tensors that still lie in the mapped file.
 
-Knows how a stored type widens to float32. Knows nothing of file formats: `gguf.py` and
-`safetensors.py` build the records, `image.py` packs them.
+Knows nothing of file formats or stored types: `gguf.py` and `safetensors.py` build the records,
+`widen.py` makes float32 of them, `image.py` packs them.
 
 Shapes: a matrix is [N, K] (N outputs, K inputs), a vector [N]; raw bytes are one row after
 another, as stored.
@@ -12,29 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from anyshard.checkpoint.widen import BLOCK, TensorType, widen
 from anyshard.config import ModelConfig
 from anyshard.errors import CheckpointError
 
 __all__ = [
-    "BLOCK",
     "Checkpoint",
     "TensorSource",
-    "TensorType",
     "TokenizerMaterial",
     "check_depth",
     "check_tensors",
-    "widen",
 ]
-
-TensorType = Literal["F32", "Q8_0", "Q4_1"]
-
-# type -> (elements in a block, bytes of a block)
-BLOCK: dict[TensorType, tuple[int, int]] = {"F32": (1, 4), "Q8_0": (32, 34), "Q4_1": (32, 20)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,26 +60,6 @@ class TensorSource:
         stored = self.raw.reshape(self.shape[0], -1)
         picked = stored[start:stop] if self.row_map is None else stored[self.row_map[start:stop]]
         return widen(picked, self.type).reshape(stop - start, *self.shape[1:])
-
-
-def widen(raw: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
-    """Float32 values of whole stored blocks, flat; bit for bit what the `gguf` package gives.
-
-    Multiply, then add, each rounded; never fused (docs/numerics.md, Widening).
-    """
-    blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK[kind][1])
-    if kind == "F32":
-        return blocks.view("<f4").reshape(-1).astype(np.float32)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf is refused by its finder
-        if kind == "Q8_0":
-            return (blocks[:, 2:].view(np.int8).astype(np.float32) * scale).reshape(-1)
-        offset = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
-        wide = np.empty((len(blocks), 32), np.float32)
-        np.multiply(blocks[:, 4:] & 15, scale, out=wide[:, :16], casting="unsafe")
-        np.multiply(blocks[:, 4:] >> 4, scale, out=wide[:, 16:], casting="unsafe")
-        wide += offset
-    return wide.reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from cyclopts.config import Env
 from cyclopts.exceptions import CycloptsError
 
 from anyshard import __version__
+from anyshard.cli.chat import chat
+from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
 from anyshard.errors import AnyshardError
 
@@ -29,7 +31,8 @@ app = App(
     version=__version__,
     config=Env("ANYSHARD_", command=False),
 )
-app.command(generate)
+for verb in (generate, chat, doctor):
+    app.command(verb)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Held by: test_cli.py.
     """
+    _fill_standard_descriptors()
     signal.signal(signal.SIGTERM, _terminated)
     # before NumPy is imported: its BLAS would start threads that a fork does not survive
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
@@ -59,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _abandon_stdout()
         return _say(f"the system refused: {error}", 1)
+
+
+def _fill_standard_descriptors() -> None:
+    """Those that the shell has closed go nowhere; a socket of ours must not get the number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
 
 
 def _say(text: str, code: int) -> int:

@@ -54,7 +54,7 @@ class SplitFlags:
     kernels: Literal["auto", "avx2", "scalar", "reference"] = "auto"
     "Kernel bodies; all have the same bits. auto takes the fastest here."
     max_model_len: int | None = None
-    "Tokens that a prompt and its answer may hold together; by default as many as asked for."
+    "Tokens that prompt and answer may hold together; by default what is asked for (chat: 4096)."
     max_num_seqs: int = 32
     "Prompts in flight at once."
     deadline: float = 10.0
@@ -100,7 +100,7 @@ class SamplingFlags:
     """How tokens are drawn, and when an answer ends."""
 
     max_tokens: int | None = None
-    "Longest answer in tokens; 128, or what the context leaves if that is less."
+    "Longest answer in tokens; 128 (chat: 1024), or what the context leaves if that is less."
     temperature: float = 0.0
     "0 is greedy; above it, the noise is drawn from --seed, position and token id."
     top_k: int = 0

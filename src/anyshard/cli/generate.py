@@ -6,7 +6,6 @@ Knows the engine's front half only: which ranks exist and how they talk is the e
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
+from anyshard.cli.running import context_limit, layout_of, rank_group, start_engine
 from anyshard.cli.screen import Bar
-from anyshard.errors import OptionError, PromptTooLong
+from anyshard.errors import PromptTooLong
 
 if TYPE_CHECKING:
     from anyshard.answer import Answer
-    from anyshard.config import ModelConfig
     from anyshard.engine import Engine
     from anyshard.launcher import RankGroup
     from anyshard.request import Request
@@ -47,7 +46,8 @@ def generate(
     Parameters
     ----------
     model
-        A .gguf file or a Hugging Face directory; without it the demo model, SmolLM2-135M.
+        A .gguf file, a Hugging Face directory, or a Hub id (ORG/NAME, ORG/NAME:FILE.gguf);
+        without it the demo model, SmolLM2-135M.
     json_output
         Print one JSON object, with tokens, digest, layout, timings and bytes per rank.
     """
@@ -87,81 +87,31 @@ class _Generate:
 
         Raises: UserError, PeerLost.
         """
-        from anyshard.engine import loader
-        from anyshard.launcher import ThreadGroup, fork_launcher
-        from anyshard.worker import rank_main
-
-        load = loader(self.model, threads=len(os.sched_getaffinity(0)))
-        group: RankGroup
-        if self.split.comm == "threads":
-            group = ThreadGroup(load, rank_main)
-        else:
-            group = fork_launcher(load, rank_main, deadline_s=self.split.deadline)
-        try:
+        with rank_group(self.model, self.split) as group:
             return self._with(group)
-        finally:
-            group.close()
 
     def _with(self, group: RankGroup) -> int:
         from anyshard.checkpoint import open_checkpoint
-        from anyshard.engine import Engine, EngineOptions, f32_profile
-        from anyshard.layout import plan
+        from anyshard.engine import f32_profile
         from anyshard.tokenizer import open_tokenizer
 
-        split, checkpoint = self.split, open_checkpoint(self.model)
+        checkpoint = open_checkpoint(self.model)
         config, profile = checkpoint.config, f32_profile()
-        layout = plan(
-            config,
-            tp=split.tensor_parallel_size or 1,
-            pp=split.pipeline_parallel_size or 1,
-            heads=split.head_counts,
-            layers=split.layer_counts,
-            leaf=profile.leaf,
-        )
-        limit = self._limit(config)
+        layout = layout_of(config, profile, self.split)
+        limit = context_limit(config, self.split)
         tokenizer = open_tokenizer(checkpoint)
         requests = [self._request(*text, tokenizer, limit) for text in self.texts]
-        if split.max_model_len is None:
+        if self.split.max_model_len is None:
             needed = max(len(request.prompt) + request.max_tokens for request in requests)
             limit = min(limit, -(-needed // profile.kv_block) * profile.kv_block)
-        with Bar("loading weights") as bar:
-            group.wait_loaded(bar.update)
-        engine = Engine(
-            group,
-            config,
-            profile,
-            layout,
-            EngineOptions(
-                kernels=split.kernels,
-                comm=split.comm,
-                threads=split.threads,
-                chunk=min(split.chunk, limit),
-                max_num_seqs=min(split.max_num_seqs, len(requests)),
-                max_model_len=limit,
-                deadline_s=split.deadline,
-            ),
-            cores=len(os.sched_getaffinity(0)),
+        engine = start_engine(
+            group, config, profile, layout, self.split, limit=limit, num_seqs=len(requests)
         )
-        if engine.crowded:
-            print(
-                f"note: {layout.world} ranks x {engine.threads} threads on {engine.cores} cores "
-                "take turns; that costs speed, not bits",
-                file=sys.stderr,
-            )
         self.ready_s = time.monotonic()
         outcomes = self._stream(engine, requests, tokenizer)
         self._report(engine, outcomes)
         engine.close()
         return FAULT_EXIT if any(outcome.fault for outcome in outcomes) else 0
-
-    def _limit(self, config: ModelConfig) -> int:
-        """Tokens that a prompt and its answer may hold. Raises: OptionError over the context."""
-        asked = self.split.max_model_len
-        if asked is not None and asked > config.context:
-            raise OptionError(
-                f"--max-model-len is {asked}; the model's context holds {config.context}"
-            )
-        return asked or config.context
 
     def _request(
         self, text: str, max_tokens: int | None, tokenizer: Tokenizer, limit: int

@@ -1,11 +1,12 @@
-"""What a person sees while waiting: progress bars on stderr, on a terminal only."""
+"""What a person sees while waiting, and types: bars on stderr, lines from a terminal or a pipe."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
-__all__ = ["Bar"]
+__all__ = ["Bar", "Lines"]
 
 
 class Bar:
@@ -35,3 +36,33 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class Lines:
+    """Lines of stdin: with a prompt, editing and recall on a terminal, plain from a pipe.
+
+    Bytes that are no UTF-8 come as lone surrogates, which the tokenizer refuses by name.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+        self.is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._edits = self.is_terminal and sys.stdout is not None and sys.stdout.isatty()
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+        if self._edits:
+            with contextlib.suppress(ImportError):  # not built into every Python
+                import readline  # noqa: F401  input() edits and recalls lines once it is imported
+
+    def read(self) -> str | None:
+        """The next line without its end; None when there is no more."""
+        if self._edits:
+            try:
+                return input(self._prompt)
+            except EOFError:
+                print()
+                return None
+        if self.is_terminal:  # stdout goes elsewhere, and holds only answers
+            print(self._prompt, end="", flush=True, file=sys.stderr)
+        line = sys.stdin.readline() if sys.stdin is not None else ""
+        return line.removesuffix("\n").removesuffix("\r") if line else None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from anyshard.config import ModelConfig
+from anyshard.config import Llama3Scaling, ModelConfig, RopeDivisors
 from anyshard.ops.exact import F32
 
 __all__ = ["F64", "Reference64"]
@@ -80,12 +80,13 @@ class Reference64:
         return np.asarray(x_TD / np.sqrt(square + self.config.norm_eps) * self._wide(name))
 
     def _rotation(self, num_tokens: int) -> tuple[F64, F64]:
-        """Cos and sin [T, 1, d/2] of position times theta^(-2i/d).
+        """Cos and sin [T, 1, d/2] of position times theta^(-2i/d), scaled where the model is.
 
         The angle is relatively exact to 2^-51: at position 2^20 an error of 2^-31, below float32.
         """
         d = self.config.head_dim
         frequency = self.config.rope_theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
+        frequency = _rescaled(frequency, self.config.rope_scaling)
         angle = np.arange(num_tokens, dtype=np.float64)[:, None, None] * frequency
         return np.cos(angle), np.sin(angle)
 
@@ -96,8 +97,12 @@ class Reference64:
             y_TN = self._linear(x_TD, f"{layer}.{name}", bias=config.qkv_bias)
             return y_TN.reshape(len(x_TD), -1, d)
 
-        q_THd = _rotated(heads("q"), cos, sin) / np.sqrt(np.float64(d))
-        k_TGd = _rotated(heads("k"), cos, sin)
+        q_THd, k_TGd = heads("q"), heads("k")
+        if config.qk_norm:
+            q_THd = self._norm(q_THd, f"{layer}.q_norm")
+            k_TGd = self._norm(k_TGd, f"{layer}.k_norm")
+        q_THd = _rotated(q_THd, cos, sin) / np.sqrt(np.float64(d))
+        k_TGd = _rotated(k_TGd, cos, sin)
         a_THd = _causal_attention(q_THd, k_TGd, heads("v"))
         return self._linear(a_THd.reshape(len(x_TD), -1), f"{layer}.o", bias=config.o_bias)
 
@@ -106,6 +111,23 @@ class Reference64:
         gate_TF = self._linear(x_TD, f"{layer}.gate", bias=bias)
         up_TF = self._linear(x_TD, f"{layer}.up", bias=bias)
         return self._linear(_silu(gate_TF) * up_TF, f"{layer}.down", bias=bias)
+
+
+def _rescaled(frequency: F64, scaling: Llama3Scaling | RopeDivisors | None) -> F64:
+    """Inverse frequencies, scaled as the model says; Llama 3.1's rule by wave lengths."""
+    if scaling is None:
+        return frequency
+    if isinstance(scaling, RopeDivisors):
+        return frequency / np.array(scaling.divisors, np.float64)
+    length = 2 * np.pi / frequency
+    longest = scaling.original_context / scaling.low_frequency_factor
+    shortest = scaling.original_context / scaling.high_frequency_factor
+    share = (scaling.original_context / length - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    between = (1 - share) * frequency / scaling.factor + share * frequency
+    slower = np.where(length > longest, frequency / scaling.factor, between)
+    return np.asarray(np.where(length < shortest, frequency, slower))
 
 
 def _rotated(x_THd: F64, cos: F64, sin: F64) -> F64:

@@ -125,7 +125,10 @@ class Embed:
 
 
 class Qkv:
-    """Norm, q/k/v projections with bias, RoPE, q scaled once, k and v written to their pages."""
+    """Norm, q/k/v projections with bias, RoPE, q scaled once, k and v written to their pages.
+
+    With `q_norm` and `k_norm` [d] each head of q and k passes an RMSNorm before RoPE.
+    """
 
     def __init__(
         self,
@@ -139,8 +142,8 @@ class Qkv:
         q_bias: F32 | None,
         k_bias: F32 | None,
         v_bias: F32 | None,
-        q_norm: None,
-        k_norm: None,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
         leaf_lengths: I32,
         merges: I32,
         head_dim: int,
@@ -162,6 +165,7 @@ class Qkv:
         self.q = Linear(q_panels, width, q_bias, leaf_lengths, merges)
         self.k = Linear(k_panels, kv_width, k_bias, leaf_lengths, merges)
         self.v = Linear(v_panels, kv_width, v_bias, leaf_lengths, merges)
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.q_scale = head_dim, np.float32(q_scale)
         self.cos, self.sin, self.positions = cos, sin, positions
         self.q_out, self.k_cache, self.v_cache = q_out, k_cache, v_cache
@@ -173,10 +177,11 @@ class Qkv:
         h_MD = rms_norm(
             self.x[:rows], self.norm_weight, self.eps, self.row_fault[:rows], self.fault_code
         )
-        self.q_out[:rows] = self._rotated(self.q(h_MD), rows) * self.q_scale
+        self.q_out[:rows] = self._rotated(self.q(h_MD), self.q_norm, rows) * self.q_scale
         if self.k_cache.shape[1] == 0:
             return
-        k_MGd = self._rotated(self.k(h_MD), rows).reshape(rows, -1, self.head_dim)
+        k_MN = self._rotated(self.k(h_MD), self.k_norm, rows)
+        k_MGd = k_MN.reshape(rows, -1, self.head_dim)
         v_MGd = self.v(h_MD).reshape(rows, -1, self.head_dim)
         position = self.positions[:rows]
         page = self.page_table[self.row_slot[:rows], position // KV_BLOCK]
@@ -185,8 +190,14 @@ class Qkv:
             self.k_cache[page[row], :, :, lane] = k_MGd[row]
             self.v_cache[page[row], :, lane, :] = v_MGd[row]
 
-    def _rotated(self, y_MN: F32, rows: int) -> F32:
+    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: int) -> F32:
         half = self.head_dim // 2
+        if norm_d is not None:
+            heads = y_MN.reshape(-1, self.head_dim)
+            faults = np.zeros(len(heads), np.int32)
+            y_MN = rms_norm(heads, norm_d, self.eps, faults, self.fault_code)
+            bad_M = np.asarray(faults.reshape(rows, -1).any(axis=1))
+            mark(self.row_fault[:rows], bad_M, self.fault_code)
         y_MHd = y_MN.reshape(rows, -1, self.head_dim)
         x0, x1 = y_MHd[..., :half], y_MHd[..., half:]
         c = self.cos[self.positions[:rows], None, :]

@@ -6,6 +6,7 @@ what is wrong raises CheckpointError.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from anyshard.checkpoint.safetensors import read_json_object
 from anyshard.errors import CheckpointError
+from anyshard.tokenizer.sentencepiece import SPACE, sentencepiece_backend
 from anyshard.tokenizer.template import ChatTemplate
 from anyshard.tokenizer.tokenizer import Tokenizer
 
@@ -33,43 +35,52 @@ _QWEN2_PATTERN: Final = (
 )
 
 
+# Llama 3 splits like Qwen2, but keeps up to three digits together.
+_LLAMA3_PATTERN: Final = _QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Names that one way to split goes by in GGUF files.
+_PRE_KINDS: Final = {
+    **{"smollm": "smollm", "qwen2": "qwen2", "default": "gpt-2", "gpt-2": "gpt-2"},
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama-bpe"),
+}
+
+
 def tokenizer_from_gguf(metadata: Mapping[str, Any], *, label: str, vocab: int) -> Tokenizer:
-    """Byte-pair tokenizer from `tokenizer.ggml.*` keys; pre-tokenizers smollm and qwen2.
+    """Tokenizer from `tokenizer.ggml.*` keys: model gpt2 (byte-level pairs) or llama.
 
     Raises: CheckpointError naming the key.
-    Held by: test_tokenizer.py::test_demo_ids_equal_an_independent_byte_pair_encoder.
+    Held by: test_tokenizer.py::test_demo_ids_equal_an_independent_byte_pair_encoder,
+    test_tokenizer_kinds.py.
     """
 
-    def get(key: str) -> Any:
-        return metadata.get(f"tokenizer.ggml.{key}")
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}", default)
 
-    kind, pre = get("model"), get("pre")
-    if kind != "gpt2":
-        raise CheckpointError(
-            f"{label}: tokenizer.ggml.model is {kind!r:.40}; gpt2 (byte-level pairs) can be read"
-        )
-    if pre not in ("smollm", "qwen2"):
-        raise CheckpointError(
-            f"{label}: tokenizer.ggml.pre is {pre!r:.40}; smollm and qwen2 can be read"
-        )
+    kind = get("model")
     tokens = _strings(get("tokens"), label, "tokenizer.ggml.tokens")
-    backend = _byte_pairs(tokens, _strings(get("merges"), label, "tokenizer.ggml.merges"), label)
-    if pre == "smollm":
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        splits = [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    ids = _ids(tokens, label)
+    if kind == "gpt2":
+        backend = _byte_level(ids, get("merges"), get("pre"), label)
+    elif kind == "llama":
+        backend = sentencepiece_backend(
+            ids,
+            scores=get("scores"),
+            types=get("token_type"),
+            add_space_prefix=bool(get("add_space_prefix", True)),
+            label=label,
+        )
     else:
-        backend.normalizer = normalizers.NFC()
-        pattern = tokenizers.Regex(_QWEN2_PATTERN)
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        splits = [pre_tokenizers.Split(pattern, behavior="isolated"), byte_level]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    backend.decoder = decoders.ByteLevel()
+        raise CheckpointError(
+            f"{label}: tokenizer.ggml.model is {kind!r:.40}; gpt2 (byte-level pairs) and llama "
+            "(SentencePiece pairs) can be read"
+        )
     control_ids = _add_tokens(backend, tokens, get("token_type"), label)
     eos_ids = {i for i in control_ids if tokens[i] in _END_TEXTS}
     named = {name: _token_id(get(f"{name}_token_id"), tokens, label, name) for name in _NAMED}
     eos_ids |= {i for name in ("eos", "eot", "eom") if (i := named[name]) is not None}
     bos_id = named["bos"]
-    if get("add_bos_token") and bos_id is not None:
+    # files of these two kinds that do not say so mean it
+    usual = kind == "llama" or _PRE_KINDS.get(str(get("pre"))) == "llama-bpe"
+    if get("add_bos_token", usual) and bos_id is not None:
         bos = tokens[bos_id]
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, bos_id)]
@@ -84,7 +95,34 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, label: str, vocab: int) 
         template=ChatTemplate(source, label=label) if isinstance(source, str) else None,
         special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
         label=label,
+        byte_level=kind == "gpt2",
     )
+
+
+def _byte_level(ids: dict[str, int], merges: Any, pre: Any, label: str) -> tokenizers.Tokenizer:
+    """Byte-pair encoding of text split as `pre` says."""
+    kind = _PRE_KINDS.get(pre) if isinstance(pre, str) else None
+    if kind is None:
+        raise CheckpointError(
+            f"{label}: tokenizer.ggml.pre is {pre!r:.40}; {', '.join(sorted(_PRE_KINDS))} can be "
+            "read"
+        )
+    pairs = _pairs(ids, _strings(merges, label, "tokenizer.ggml.merges"), label)
+    # Llama 3 takes a word that is a token whole, even where no merges lead to it
+    backend = tokenizers.Tokenizer(models.BPE(ids, pairs, ignore_merges=kind == "llama-bpe"))
+    splits: list[Any] = []
+    if kind == "smollm":
+        splits = [pre_tokenizers.Digits(individual_digits=True)]
+    elif kind in ("qwen2", "llama-bpe"):
+        pattern = _QWEN2_PATTERN if kind == "qwen2" else _LLAMA3_PATTERN
+        splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")]
+    if kind == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    own_split = kind in ("smollm", "gpt-2")
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own_split))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 _NAMED: Final = ("bos", "eos", "eot", "eom")
@@ -107,13 +145,15 @@ def _token_id(value: Any, tokens: tuple[str, ...], label: str, name: str) -> int
     return value
 
 
-def _byte_pairs(
-    tokens: tuple[str, ...], merges: tuple[str, ...], label: str
-) -> tokenizers.Tokenizer:
+def _ids(tokens: tuple[str, ...], label: str) -> dict[str, int]:
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
         raise CheckpointError(f"{label}: tokenizer.ggml.tokens holds {twice!r:.40} twice")
+    return ids
+
+
+def _pairs(ids: Mapping[str, int], merges: tuple[str, ...], label: str) -> list[tuple[str, str]]:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     for index, (left, right) in enumerate(pairs):
         if left not in ids or right not in ids or left + right not in ids:
@@ -121,7 +161,7 @@ def _byte_pairs(
                 f"{label}: item {index} of tokenizer.ggml.merges, {merges[index]!r:.40}, does not "
                 "join two tokens into a third"
             )
-    return tokenizers.Tokenizer(models.BPE(ids, pairs))
+    return pairs
 
 
 def _add_tokens(
@@ -165,9 +205,11 @@ def tokenizer_from_hf(directory: Path, *, vocab: int) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 the library raises nothing more precise
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(backend.decoder, decoders.ByteLevel):
+    byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    if not byte_level and not _is_sentencepiece(backend.decoder):
         raise CheckpointError(
-            f"{path}: the decoder is {type(backend.decoder).__name__}; ByteLevel can be read"
+            f"{path}: the decoder is {type(backend.decoder).__name__}; ByteLevel and that of "
+            "SentencePiece (Replace, ByteFallback, Fuse) can be read"
         )
     settings = _optional_json(directory / "tokenizer_config.json")
     added = backend.get_added_tokens_decoder()
@@ -188,7 +230,20 @@ def tokenizer_from_hf(directory: Path, *, vocab: int) -> Tokenizer:
         template=_hf_template(directory, settings),
         special_tokens={f"{n}_token": text for n, text in named.items() if text is not None},
         label=str(directory),
+        byte_level=byte_level,
     )
+
+
+def _is_sentencepiece(decoder: Any) -> bool:
+    """Whether it is Replace of U+2581 by a space, ByteFallback, Fuse, and perhaps Strip."""
+    try:
+        steps = json.loads(decoder.__getstate__())["decoders"]
+        kinds = [step["type"] for step in steps]
+        replaces_space = (steps[0]["pattern"], steps[0]["content"]) == ({"String": SPACE}, " ")
+    except (AttributeError, ValueError, TypeError, KeyError, IndexError):
+        return False
+    wanted = ["Replace", "ByteFallback", "Fuse"]
+    return replaces_space and kinds in (wanted, [*wanted, "Strip"])
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

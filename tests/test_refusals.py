@@ -1,0 +1,337 @@
+"""Every mistake through the command: exit 2, one sentence, nothing on stdout, no traceback.
+
+docs/refusals.md shows the sentences; it is written from these cases and held to them:
+`python tests/test_refusals.py` writes it again. The cases of the readers and the configuration
+are those of their own tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import write_tiny_gguf
+from gguf_models import write_gguf_model
+from models import ADVERSARIAL_9_3, write_hf_model
+from safetensors.numpy import load_file, save_file
+from test_checkpoint_gguf import HOSTILE as HOSTILE_GGUF
+from test_checkpoint_gguf import locked
+from test_checkpoint_hf import HOSTILE as HOSTILE_SAFETENSORS
+from test_checkpoint_hf import written
+from test_config import HF, HF_REFUSED
+
+from anyshard.cli import main
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "refusals.md"
+Build = Callable[[Path], list[str]]  # makes the mistake in a folder; arguments after the verb
+
+LOOP = "{% for i in range(99999) %}"
+
+INTRODUCTION = """# What is refused, and how it is said
+
+A mistake ends in exit code 2 and one sentence on stderr; stdout stays empty and nothing is left
+behind. Sizes and offsets in files are checked against the length of the file before anything is
+allocated. This page is written from the cases of `tests/test_refusals.py`, which holds it true;
+`DIR` stands for a folder.
+"""
+
+
+def model_file(content: bytes) -> Build:
+    def build(folder: Path) -> list[str]:
+        (folder / "model.gguf").write_bytes(content)
+        return [str(folder / "model.gguf"), "--prompt", "x"]
+
+    return build
+
+
+def model_directory(change: Callable[[Path], None]) -> Build:
+    """A whole HF directory, then spoilt."""
+
+    def build(folder: Path) -> list[str]:
+        directory = write_hf_model(folder / "model", ADVERSARIAL_9_3, seed=1)
+        change(directory)
+        return [str(directory), "--prompt", "x"]
+
+    return build
+
+
+def configured(**changes: Any) -> Build:
+    def build(folder: Path) -> list[str]:
+        (folder / "config.json").write_text(json.dumps(HF | changes))
+        return [str(folder), "--prompt", "x"]
+
+    return build
+
+
+def hostile_safetensors(header: Any, payload: int) -> Build:
+    def change(directory: Path) -> None:
+        written(directory, header, payload).rename(directory / "model.safetensors")
+
+    return model_directory(change)
+
+
+def rewritten(**changes: Any) -> Build:
+    """Tensors replaced or (None) left out, dots in names written as __."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors: dict[str, Any] = load_file(path)
+        tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+        save_file({n: t for n, t in tensors.items() if t is not None}, path)
+
+    return model_directory(change)
+
+
+def cut(directory: Path) -> None:
+    os.truncate(directory / "model.safetensors", 5000)
+
+
+def deepened(directory: Path) -> None:
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | {"num_hidden_layers": 1 << 27}
+    path.write_text(json.dumps(raw))
+
+
+def tiny_gguf(*arguments: str) -> Build:
+    """A sound little GGUF model with a tokenizer, and what is asked of it."""
+
+    def build(folder: Path) -> list[str]:
+        write_tiny_gguf(folder / "tiny.gguf")
+        return [str(folder / "tiny.gguf"), *arguments]
+
+    return build
+
+
+def templated(source: str) -> Build:
+    def build(folder: Path) -> list[str]:
+        write_tiny_gguf(folder / "tiny.gguf", template=source)
+        return [str(folder / "tiny.gguf"), "--chat", "--prompt", "x"]
+
+    return build
+
+
+def gguf_with(**metadata: object) -> Build:
+    def build(folder: Path) -> list[str]:
+        named = {key.replace("__", "."): value for key, value in metadata.items()}
+        write_gguf_model(folder / "model.gguf", ADVERSARIAL_9_3, metadata=named)
+        return [str(folder / "model.gguf"), "--prompt", "x"]
+
+    return build
+
+
+def prompts(content: bytes) -> Build:
+    def build(folder: Path) -> list[str]:
+        (folder / "prompts.jsonl").write_bytes(content)
+        write_tiny_gguf(folder / "tiny.gguf")
+        return [str(folder / "tiny.gguf"), "--prompts", str(folder / "prompts.jsonl")]
+
+    return build
+
+
+def split_without_a_part(folder: Path) -> list[str]:
+    write_gguf_model(folder / "m.gguf", ADVERSARIAL_9_3, split_tensors=20)
+    (folder / "m-00002-of-00003.gguf").unlink()
+    return [str(folder / "m-00001-of-00003.gguf"), "--prompt", "x"]
+
+
+def renamed_part(folder: Path) -> list[str]:
+    write_gguf_model(folder / "m.gguf", ADVERSARIAL_9_3, split_tensors=20)
+    shutil.move(folder / "m-00001-of-00003.gguf", folder / "model.gguf")
+    return [str(folder / "model.gguf"), "--prompt", "x"]
+
+
+def plain(*arguments: str) -> Build:
+    return lambda folder: [a.replace("DIR", str(folder)) for a in arguments]
+
+
+def nan_in_a_weight(folder: Path) -> list[str]:
+    write_tiny_gguf(folder / "tiny.gguf")
+    content = bytearray((folder / "tiny.gguf").read_bytes())
+    content[-64:-60] = struct.pack("<f", float("nan"))  # in the last tensor of the file
+    (folder / "tiny.gguf").write_bytes(content)
+    return [str(folder / "tiny.gguf"), "--prompt", "x"]
+
+
+SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
+    "GGUF files": {
+        name: (model_file(content), words) for name, (content, words) in HOSTILE_GGUF.items()
+    }
+    | {
+        "a part of a split model is missing": (split_without_a_part, "part 2 of 3 does not exist"),
+        "a part of a split model was renamed": (renamed_part, "is one of 3 parts"),
+        "sliding window": (gguf_with(llama__attention__sliding_window=64), "sliding windows"),
+        "mixture of experts": (gguf_with(llama__expert_count=8), "mixtures of experts"),
+        "positions scaled": (gguf_with(llama__rope__scaling__type="yarn"), "'yarn' is not"),
+        "a weight is NaN": (nan_in_a_weight, "holds a NaN or an infinity"),
+    },
+    "safetensors files": {
+        name: (hostile_safetensors(header, payload), words)
+        for name, (header, payload, words) in HOSTILE_SAFETENSORS.items()
+    }
+    | {
+        "the file ends in the middle": (model_directory(cut), "the header needs"),
+        "a tensor is missing": (
+            rewritten(model__norm__weight=None),
+            "'model.norm.weight' is missing",
+        ),
+        "a tensor is left over": (
+            rewritten(model__extra__weight=np.ones(3, np.float32)),
+            "has no place in this model",
+        ),
+        "a tensor has another shape than the configuration says": (
+            rewritten(model__norm__weight=np.ones(3, np.float32)),
+            "has shape (3,)",
+        ),
+        "more layers than tensors": (
+            model_directory(deepened),
+            "134217728 layers, but the file holds",
+        ),
+        "no weights": (
+            model_directory(lambda d: (d / "model.safetensors").unlink()),
+            "has neither model.safetensors nor",
+        ),
+        "no config.json": (
+            model_directory(lambda d: (d / "config.json").unlink()),
+            "has no config.json",
+        ),
+    },
+    "config.json": {
+        json.dumps(change)[1:-1]: (configured(**change), words.lstrip("^"))
+        for change, words in HF_REFUSED
+        if len(json.dumps(change)) < 90
+    },
+    "Tokenizers and templates": {
+        "no tokenizer": (model_directory(lambda d: None), "comes without a tokenizer"),
+        "a template that is no template": (
+            templated("{% for m in messages %}"),
+            "line 1 of the chat template",
+        ),
+        "a template that refuses": (
+            templated("{{ raise_exception('roles must alternate') }}"),
+            "cannot render these messages: roles must alternate",
+        ),
+        "a template without end": (
+            templated(LOOP + LOOP + "{% endfor %}{% endfor %}"),
+            "ran longer than 2.0 s",
+        ),
+        "no template for --chat": (tiny_gguf("--prompt", "x", "--chat"), "has no chat template"),
+    },
+    "MODEL": {
+        "not there": (plain("DIR/no.gguf", "--prompt", "x"), "neither a directory nor"),
+        "a Hub id, offline": (plain("org/absent-model", "--prompt", "x"), "HF_HUB_OFFLINE forbids"),
+        "an empty directory": (plain("DIR", "--prompt", "x"), "has no config.json"),
+    },
+    "Prompts and flags": {
+        "a line that is not UTF-8": (prompts(b'"fine"\n"\xff"\n'), "prompts.jsonl"),
+        "a line that is not JSON": (prompts(b'"fine"\n{\n'), "line 2"),
+        "an unknown field": (prompts(b'{"prompt": "a", "temp": 1}\n'), "unknown field 'temp'"),
+        "an unknown flag": (tiny_gguf("--prompt", "x", "--no-such-flag"), "--no-such-flag"),
+        "more ranks than heads": (tiny_gguf("--prompt", "x", "-tp", "5"), "4 query heads"),
+        "more stages than layers": (tiny_gguf("--prompt", "x", "-pp", "2"), "1 layer"),
+        "an empty prompt": (tiny_gguf("--prompt", ""), "empty"),
+        "an answer beyond the context": (
+            tiny_gguf("--prompt", "abc", "--max-tokens", "500"),
+            "the context holds 128",
+        ),
+    },
+}  # fmt: skip
+CASES = {
+    f"{section}: {name}": case
+    for section, cases in SECTIONS.items()
+    for name, case in cases.items()
+}
+
+
+def said(build: Build, folder: Path) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr with the folder as DIR) of `generate`."""
+    out, err = StringIO(), StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["generate", *build(folder), "--comm", "threads"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code, out.getvalue(), err.getvalue().replace(str(folder), "DIR")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "DIR/hub")
+
+
+@pytest.fixture(scope="module")
+def documented() -> Iterator[str]:
+    yield DOCUMENT.read_text("utf-8")
+
+
+def row(name: str, sentence: str) -> str:
+    """One line of the table; what a library says about JSON is left out."""
+    text = re.sub(r"not valid JSON \(.*\)", "not valid JSON (…)", sentence.strip())
+    shown = text.removeprefix("anyshard: ").replace("|", "\\|")
+    return f"| {name.replace('|', chr(92) + '|')} | {shown} |"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_sentence_and_exit_2(name: str, tmp_path: Path, documented: str) -> None:
+    build, words = CASES[name]
+    code, out, err = said(build, tmp_path)
+    assert (code, out) == (2, ""), err
+    assert re.search(words, err) or words in err, err
+    assert err.startswith("anyshard: ") and err.count("\n") == 1
+    assert "Traceback" not in err
+    assert row(name.split(": ", 1)[1], err) in documented.splitlines()
+
+
+def test_the_table_has_a_row_for_each_case_and_no_other(documented: str) -> None:
+    rows = [line for line in documented.splitlines() if line.startswith("| ")]
+    assert len(rows) - 2 * len(SECTIONS) == len(CASES)
+
+
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    with locked(tmp_path):
+        code, out, err = said(plain(str(tmp_path / "tiny.gguf"), "--prompt", "x"), tmp_path)
+    assert (code, out) == (2, "") and "Permission denied" in err
+
+
+def test_an_environment_value_that_is_none_of_the_flags_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYSHARD_TENSOR_PARALLEL_SIZE", "two")
+    code, out, err = said(tiny_gguf("--prompt", "x"), tmp_path)
+    assert (code, out) == (2, "") and "two" in err and err.count("\n") == 1
+
+
+def document() -> str:
+    parts = [INTRODUCTION]
+    for section, cases in SECTIONS.items():
+        parts.append(f"\n## {section}\n\n| what is wrong | what is said |\n| --- | --- |\n")
+        for name, (build, _) in cases.items():
+            with TemporaryDirectory() as folder:
+                parts.append(row(name, said(build, Path(folder))[2]) + "\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = True, "DIR/hub"
+    text = document()
+    DOCUMENT.write_text(text, "utf-8")
+    sys.stderr.write(f"{DOCUMENT}: {text.count(chr(10))} lines\n")

@@ -1,0 +1,141 @@
+"""A conversation continued on stored keys and values has the bits of one computed afresh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from grid import Model, hashed_tokens, open_group, shuffled_pages, the_model
+
+from anyshard.batch import Tick
+from anyshard.comm.control import Result
+from anyshard.engine import Engine, EngineOptions
+from anyshard.layout import plan
+from anyshard.request import Request, Sampling
+from anyshard.worker import rank_main
+
+NAME = "adversarial-9-3"
+LENGTH = 160
+
+
+@contextmanager
+def engine_of(model: Model, *, tp: int = 1, pp: int = 1, slots: int = 2) -> Iterator[Engine]:
+    served = model.served
+    group = open_group(served, rank_main, comm="threads")
+    try:
+        engine = Engine(
+            group,
+            served.config,
+            served.profile,
+            plan(served.config, tp=tp, pp=pp, leaf=served.profile.leaf),
+            EngineOptions(
+                comm="threads",
+                threads=1,
+                chunk=48,
+                max_num_seqs=slots,
+                max_model_len=LENGTH,
+                deadline_s=60.0,
+                page_order=shuffled_pages(slots * LENGTH // 32),
+                poison=True,
+            ),
+            cores=2,
+        )
+        yield engine
+        engine.close()
+    finally:
+        group.close()
+
+
+def request(prompt: tuple[int, ...], *, session: int | None, heat: float = 0.0) -> Request:
+    return Request(
+        prompt=prompt,
+        max_tokens=6,
+        sampling=Sampling(temperature=heat, seed=3),
+        want_logits=True,
+        session=session,
+    )
+
+
+def answer(engine: Engine, asked: Request) -> tuple[tuple[int, ...], str, int]:
+    """Tokens, digest of the logit rows, and how many prompt tokens ran."""
+    before = engine.timings.prefill_tokens
+    digest, tokens = hashlib.sha256(), []
+    engine.submit(asked)
+    for event in engine.run():
+        assert event.token is not None and event.logits is not None
+        digest.update(event.logits.astype("<f4").tobytes())
+        tokens.append(event.token)
+    return tuple(tokens), digest.hexdigest(), engine.timings.prefill_tokens - before
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_later_turns_have_the_bits_of_a_fresh_run_and_read_only_what_is_new(
+    tp: int, pp: int
+) -> None:
+    model = the_model(NAME)
+    first = model.prompt[:70]
+    news = hashed_tokens(12, model.served.config.vocab, seed=5)
+    with engine_of(model, tp=tp, pp=pp) as engine:
+        said, _, ran = answer(engine, request(first, session=1))
+        assert ran == 70
+        second = (*first, *said, *news)
+        turns = [
+            (second, 1 + len(news)),  # the answer's last token never ran
+            ((*second[:40], *news, *second[40:60]), len(news) + 20),  # changed in the middle
+            (second[:33], 1),  # shorter
+            (second, len(second) - 33),  # what stood further on is gone
+        ]
+        continued = [answer(engine, request(turn, session=1, heat=0.8)) for turn, _ in turns]
+    for (turn, new), got in zip(turns, continued, strict=True):
+        assert got[2] == new
+        with engine_of(model) as engine:
+            fresh = answer(engine, request(turn, session=None, heat=0.8))
+        assert got[:2] == fresh[:2]
+
+
+def test_the_bar_counts_only_what_has_to_run() -> None:
+    model = the_model(NAME)
+    with engine_of(model) as engine:
+        said, _, _ = answer(engine, request(model.prompt[:70], session=1))
+        heard: list[tuple[int, int]] = []
+        engine.submit(request((*model.prompt[:70], *said, *model.prompt[:60]), session=1))
+        list(engine.run(lambda done, total: heard.append((done, total))))
+    assert heard == [(48, 61), (61, 61)]
+
+
+def test_a_cancelled_answer_leaves_what_it_has_stored() -> None:
+    model = the_model(NAME)
+    with engine_of(model) as engine:
+        first = engine.submit(request(model.prompt[:100], session=1))
+        list(engine.run(lambda done, total: engine.cancel(first)))
+        assert engine.timings.prefill_tokens == 48
+        _, digest, ran = answer(engine, request(model.prompt[:100], session=1))
+        assert ran == 52
+        assert digest == answer(engine, request(model.prompt[:100], session=None))[1]
+
+
+def test_an_ended_session_is_computed_again() -> None:
+    model = the_model(NAME)
+    with engine_of(model) as engine:
+        answer(engine, request(model.prompt[:40], session=1))
+        engine.end_session(1)
+        assert not engine.batch.resting and len(engine.batch.free_slots) == 2
+        assert answer(engine, request(model.prompt[:40], session=1))[2] == 40
+
+
+def test_a_session_that_failed_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = the_model(NAME)
+    with engine_of(model) as engine:
+        step = engine._step
+
+        def failing(tick: Tick) -> Result:
+            result = step(tick)
+            result.faults[0] = 1
+            return result
+
+        monkeypatch.setattr(engine, "_step", failing)
+        engine.submit(request(model.prompt[:20], session=1))
+        assert [event.finish for event in engine.run()] == ["fault"]
+        assert not engine.batch.resting and len(engine.batch.free_slots) == 2
