@@ -6,8 +6,11 @@ it will follow (ValueError), releases the GIL and allocates nothing.
 
 Shapes: R rows_max, D hidden, H query heads here, G KV heads here, d head dim (a multiple of 8,
 at most 256), F ffn here, N outputs, K inputs, V vocabulary rows here, P pages, S slots, B blocks
-of a slot, C positions, L leaves. Panels are float32 [ceil(N/8), K, 8]; their stride between
-panels is free, so a cut of k is a view. None for panels stands for zero outputs.
+of a slot, C positions, L leaves. Panels are [ceil(N/8), K, 8] of float32, float16 or uint16
+(bfloat16), or Q8_0 blocks [ceil(N/16), K/32, 544] of uint8 (`ops.storage` has the layout); every
+matrix of an op may have its own. Values are widened to float32 exactly, so the storage changes no
+bit. The stride of the first dimension is free, so a cut of k is a view (Q8_0: of whole blocks;
+leaves are multiples of 32 then). None for panels stands for zero outputs.
 
 `leaf_lengths` [L] (each at least 1) and `merges` [L] are the post-order program of a sum: after
 leaf i, merges[i] times left + right; L - sum(merges) nodes are left.
@@ -46,6 +49,7 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
+Panels = npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8]
 
 def available_bodies() -> list[str]:
     """Bodies that this CPU can run, the fastest first; "scalar" is always there."""
@@ -75,7 +79,7 @@ class Embed:
     """out[row] = embedding row tokens[row]. panels [V/8, D, 8], tokens [R], out [R, D]."""
 
     def __init__(
-        self, pool: Pool, panels: F32 | None, vocab: int, tokens: I32, out: F32
+        self, pool: Pool, panels: Panels | None, vocab: int, tokens: I32, out: F32
     ) -> None: ...
     def run(self, rows: int) -> None:
         """Fill out[:rows]."""
@@ -95,9 +99,9 @@ class Qkv:
         x: F32,
         norm_weight: F32,
         eps: float,
-        q_panels: F32 | None,
-        k_panels: F32 | None,
-        v_panels: F32 | None,
+        q_panels: Panels | None,
+        k_panels: Panels | None,
+        v_panels: Panels | None,
         q_bias: F32 | None,
         k_bias: F32 | None,
         v_bias: F32 | None,
@@ -151,7 +155,7 @@ class RowLinear:
         self,
         pool: Pool,
         a: F32,
-        panels: F32 | None,
+        panels: Panels | None,
         num_outputs: int,
         leaf_lengths: I32,
         merges: I32,
@@ -187,8 +191,8 @@ class GateUp:
         x: F32,
         norm_weight: F32,
         eps: float,
-        gate_panels: F32 | None,
-        up_panels: F32 | None,
+        gate_panels: Panels | None,
+        up_panels: Panels | None,
         num_outputs: int,
         gate_bias: F32 | None,
         up_bias: F32 | None,
@@ -212,7 +216,7 @@ class Head:
         sample_rows: I32,
         norm_weight: F32,
         eps: float,
-        panels: F32 | None,
+        panels: Panels | None,
         num_outputs: int,
         bias: F32 | None,
         leaf_lengths: I32,
@@ -251,16 +255,18 @@ def gumbel_argmax(
 
 def pack_panels(
     pool: Pool,
-    panels: F32,
+    panels: Panels,
     source: U8,
     type: str,
     num_rows: int,
     num_columns: int,
     row_map: I32 | None = None,
 ) -> bool:
-    """Widen raw rows as the `gguf` package does and pack them; whether all values are finite.
+    """Pack raw rows; whether all values are finite.
 
-    Row n of the panels is raw row row_map[n]; lanes past num_rows are +0.
+    Into float32 panels, widened as the `gguf` package does; or as they are, F16 into float16,
+    BF16 into uint16, Q8_0 into blocks. Row n of the panels is raw row row_map[n]; lanes past
+    num_rows are +0.
     """
 
 @final

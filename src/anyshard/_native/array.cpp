@@ -17,17 +17,14 @@ const char* name_of(Element element) {
   }
 }
 
-bool matches(Element element, const Py_buffer& view) {
-  const char* format = view.format != nullptr ? view.format : "B";
-  if (*format == '=' || *format == '@') ++format;
-  if (std::strlen(format) != 1) return false;
+bool matches(Element element, char format, Py_ssize_t item_bytes) {
   switch (element) {
     case Element::kFloat:
-      return *format == 'f' && view.itemsize == 4;
+      return format == 'f' && item_bytes == 4;
     case Element::kInt:
-      return (*format == 'i' || *format == 'l') && view.itemsize == 4;
+      return (format == 'i' || format == 'l') && item_bytes == 4;
     default:
-      return (*format == 'B' || *format == '?') && view.itemsize == 1;
+      return (format == 'B' || format == '?') && item_bytes == 1;
   }
 }
 
@@ -46,20 +43,22 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-void Array::acquire(PyObject* object, const char* name, Element element, bool writable) {
+void Array::acquire(PyObject* object, const char* name, const char* wanted, bool writable) {
   const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
   if (PyObject_GetBuffer(object, &view_, flags) != 0) {
     PyErr_Clear();
     throw std::invalid_argument(std::string(name) + " must be " +
-                                (writable ? "a writable " : "an ") + "array of " +
-                                name_of(element));
+                                (writable ? "a writable " : "an ") + "array of " + wanted);
   }
   held_ = true;
-  require(matches(element, view_), std::string(name) + " must be of " + name_of(element) +
-                                       ", its format is '" +
-                                       (view_.format != nullptr ? view_.format : "B") + "'");
   require(reinterpret_cast<uintptr_t>(view_.buf) % static_cast<uintptr_t>(view_.itemsize) == 0,
           std::string(name) + " is not aligned to its element size");
+}
+
+char Array::format() const {
+  const char* format = view_.format != nullptr ? view_.format : "B";
+  if (*format == '=' || *format == '@') ++format;
+  return std::strlen(format) == 1 ? *format : ' ';
 }
 
 std::string Array::shape_text() const {
@@ -86,7 +85,10 @@ void Array::check_shape(const char* name, std::initializer_list<int64_t> shape) 
 Array::Array(PyObject* object, const char* name, Element element,
              std::initializer_list<int64_t> shape, bool writable)
     : Array() {
-  acquire(object, name, element, writable);
+  acquire(object, name, name_of(element), writable);
+  require(matches(element, format(), view_.itemsize),
+          std::string(name) + " must be of " + name_of(element) + ", its format is '" +
+              (view_.format != nullptr ? view_.format : "B") + "'");
   check_shape(name, shape);
   require(PyBuffer_IsContiguous(&view_, 'C') != 0, std::string(name) + " must be C-contiguous");
 }
@@ -103,15 +105,33 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
                                   " outputs are asked for");
     return;
   }
-  acquire(object, name, Element::kFloat, writable);
-  check_shape(name, {(num_outputs + 7) / 8, num_inputs, 8});
+  constexpr const char* kTypes = "float32, float16, uint16 (bfloat16) or uint8 (Q8_0 blocks)";
+  acquire(object, name, kTypes, writable);
+  const std::string formats = "fHeB";
+  const size_t type = formats.find(format());
+  constexpr Py_ssize_t kItemBytes[] = {4, 2, 2, 1};
+  require(type != std::string::npos && view_.itemsize == kItemBytes[type],
+          std::string(name) + " must be of " + kTypes + ", its format is '" +
+              (view_.format != nullptr ? view_.format : "B") + "'");
+  storage_ = static_cast<Storage>(type);
+  if (storage_ == Storage::kQ8) {
+    require(num_inputs % kQ8Inputs == 0, std::string(name) + " are Q8_0 blocks of 32 inputs; " +
+                                             std::to_string(num_inputs) +
+                                             " inputs are not whole blocks");
+    check_shape(name, {(num_outputs + kQ8Outputs - 1) / kQ8Outputs, num_inputs / kQ8Inputs,
+                       int64_t{kQ8Bytes}});
+  } else {
+    check_shape(name, {(num_outputs + kLanes - 1) / kLanes, num_inputs, int64_t{kLanes}});
+  }
+  const Py_ssize_t inner = view_.shape[2] * view_.itemsize;
   const bool empty = view_.shape[0] == 0 || view_.shape[1] == 0;
-  const bool inner =
-      empty || (view_.strides[2] == 4 && (view_.shape[1] == 1 || view_.strides[1] == 32));
+  const bool fits = empty || (view_.strides[2] == view_.itemsize &&
+                              (view_.shape[1] == 1 || view_.strides[1] == inner));
   const int64_t stride = empty || view_.shape[0] == 1 ? 0 : view_.strides[0];
-  require(inner && stride >= 0 && stride % 4 == 0,
-          std::string(name) + " must be float32 panels with strides (any, 32, 4) bytes");
-  panel_stride_ = stride / 4;
+  require(fits && stride >= 0 && stride % view_.itemsize == 0,
+          std::string(name) + " must be panels with strides (any, " + std::to_string(inner) + ", " +
+              std::to_string(view_.itemsize) + ") bytes");
+  stride_ = static_cast<size_t>(stride);
 }
 
 Array optional_array(PyObject* object, const char* name, Element element,

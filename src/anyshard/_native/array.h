@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels.h"
+
 namespace anyshard {
 
 enum class Element { kFloat, kInt, kByte };
@@ -31,12 +33,13 @@ class Array {
   int64_t num_bytes() const { return view_.len; }
   const float* floats() const { return held_ ? static_cast<const float*>(view_.buf) : nullptr; }
   const int32_t* ints() const { return static_cast<const int32_t*>(view_.buf); }
-  const uint8_t* bytes() const { return static_cast<const uint8_t*>(view_.buf); }
+  const uint8_t* bytes() const { return held_ ? static_cast<const uint8_t*>(view_.buf) : nullptr; }
   float* writable_floats() const { return static_cast<float*>(view_.buf); }
   int32_t* writable_ints() const { return static_cast<int32_t*>(view_.buf); }
 
  protected:
-  void acquire(PyObject* object, const char* name, Element element, bool writable);
+  void acquire(PyObject* object, const char* name, const char* wanted, bool writable);
+  char format() const;  // of an element, as the struct module writes it
   void check_shape(const char* name, std::initializer_list<int64_t> shape) const;
   std::string shape_text() const;
 
@@ -44,18 +47,21 @@ class Array {
   bool held_ = false;
 };
 
-// Weight panels [P, K, 8] float32: K x 8 contiguous, any stride between panels (a cut of k).
-// None stands for zero outputs.
+// Weight panels: [P, K, 8] of float32, float16 or uint16 (bfloat16), or [P/2, K/32, 544] of uint8
+// (Q8_0). All but the first dimension contiguous, any stride between panels (a cut of k). None
+// stands for zero outputs.
 class Panels : public Array {
  public:
-  Panels() = default;
   Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t num_outputs,
          bool writable = false);
 
-  int64_t panel_stride() const { return panel_stride_; }  // floats
+  Storage storage() const { return storage_; }
+  size_t stride() const { return stride_; }  // bytes between panels (pairs of them, kQ8)
+  uint8_t* writable_bytes() const { return static_cast<uint8_t*>(view_.buf); }
 
  private:
-  int64_t panel_stride_ = 0;
+  Storage storage_ = Storage::kFloat32;
+  size_t stride_ = 0;
 };
 
 // An array, or nothing for None.

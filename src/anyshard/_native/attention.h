@@ -5,7 +5,7 @@
 #pragma once
 
 #include "elementary.h"
-#include "linear.h"
+#include "tile.h"
 
 constexpr int32_t kEmptyMax = -(1 << 30);
 constexpr float kScoreLimit = 0x1p20f;
@@ -26,7 +26,7 @@ ANYSHARD_INLINE void write_header(float* state, StateHeader header) {
 }
 
 // Scores of Pairs queries against the 32 keys of a page, and probability-weighted sums of values:
-// register tiles of pairs x vectors, indices named at compile time (see linear.h). Both ask for
+// register tiles of pairs x vectors, indices named at compile time (see tile.h). Both ask for
 // the next page (`next` floats on) as they go.
 template <int Pairs, bool Asks>
 struct ScoreTile {

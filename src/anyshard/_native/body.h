@@ -9,6 +9,7 @@
 #include "rope.h"
 #include "sampling.h"
 #include "silu.h"
+#include "widen.h"
 
 constexpr Kernels kTable = {norm,
                             linear,

@@ -1,5 +1,5 @@
-// The kernels for AVX2 + FMA. Only this file is compiled with those flags: everything below is in
-// an unnamed namespace, so that no function of it can stand in for one of another file.
+// The kernels for AVX2 + FMA + F16C. Only this file is compiled with those flags: everything below
+// is in an unnamed namespace, so that no function of it can stand in for one of another file.
 #include <immintrin.h>
 
 #include <cstddef>

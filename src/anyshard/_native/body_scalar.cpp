@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "coefficients.h"
+#include "half.h"
 #include "kernels.h"
 
 namespace anyshard {

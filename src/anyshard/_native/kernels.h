@@ -29,10 +29,29 @@ struct LeafProgram {
   int num_nodes;  // stack entries left at the end
 };
 
-// y[n] = tree over leaves of fma chains over k; weights [P][K][8], panel_stride in floats.
+// How the weights of a matrix lie in memory; every value is widened exactly to float32.
+//   kFloat32, kBfloat16, kFloat16: [P][K][8]
+//   kQ8: [P/2][K/32] blocks { int8 q[8][16][4]; float16 scale[16] }: q[k / 4][n][k % 4] * scale[n]
+enum class Storage { kFloat32, kBfloat16, kFloat16, kQ8 };
+
+constexpr int kQ8Inputs = 32;   // k of a block
+constexpr int kQ8Outputs = 16;  // outputs of a block: two panels
+constexpr int kQ8Values = kQ8Inputs * kQ8Outputs;
+constexpr int kQ8Bytes = kQ8Values + 2 * kQ8Outputs;
+
+// Bytes of a panel (a pair of them, kQ8) over num_inputs k.
+inline size_t panel_bytes(Storage storage, int64_t num_inputs) {
+  const size_t k = static_cast<size_t>(num_inputs);
+  if (storage == Storage::kQ8) return k / kQ8Inputs * kQ8Bytes;
+  return k * kLanes * (storage == Storage::kFloat32 ? 4 : 2);
+}
+
+// y[n] = tree over leaves of fma chains over k.
 struct Linear {
-  const float* panels;
-  size_t panel_stride;
+  const uint8_t* panels;
+  size_t panel_stride;  // bytes from a panel (a pair of them, kQ8) to the next
+  Storage storage;
+  int num_inputs;
   int num_outputs;
   LeafProgram program;
 };
@@ -93,9 +112,9 @@ struct Best {
 struct Kernels {
   // One row; returns false if the sum of squares is not finite. out may be x.
   bool (*norm)(const Norm&, const float* x, float* out);
-  // Rows x panels [panel_start, panel_stop).
+  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats.
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
-                 int panel_stop, const Target&);
+                 int panel_stop, const Target&, float* scratch);
   // gate = SiLU(gate) * up
   void (*silu_product)(float* gate, const float* up, int count);
   // One head: out = rope(x), times scale if it is not null. out may be x.
@@ -117,7 +136,16 @@ struct Kernels {
 };
 
 // Panels of one register tile: four streams at one and two rows, three at more.
-inline int panel_group(int num_rows) { return num_rows <= 2 ? 4 : 3; }
+constexpr int kFewRows = 2;
+constexpr int kMostPanels = 4;
+constexpr int kManyRows = 24;  // from here, Q8_0 panels are widened once for all rows
+inline int panel_group(int num_rows) { return num_rows <= kFewRows ? kMostPanels : 3; }
+
+// Floats of the panels that a linear holds widened while many rows pass over them.
+inline size_t linear_scratch(const Linear& linear) {
+  if (linear.storage == Storage::kFloat32) return 0;
+  return static_cast<size_t>(linear.num_inputs) * kLanes * kMostPanels;
+}
 
 extern const Kernels kScalarKernels;
 #if defined(__x86_64__)

@@ -1,139 +1,195 @@
 // Linear layers over weight panels: one lane per output, a chain of fma per leaf, a fixed tree.
 //
-// A register tile is Rows x Panels vectors of 8 outputs. Accumulators are named through compile
-// time indices: gcc 12 keeps an array that a plain loop indexes in memory, and stores it at every
-// k (27 instead of 68 GFLOP/s). Held by:
-// test_native_pool.py::test_hot_loops_keep_their_sums_in_registers.
+// Weights are widened on their way into the register tile, again for each tile of rows; where that
+// costs more than memory traffic (Q8_0 and many rows), once for all rows.
 #pragma once
 
-template <int... Indices>
-struct Sequence {};
-template <int Count, int... Indices>
-struct CountTo : CountTo<Count - 1, Count - 1, Indices...> {};
-template <int... Indices>
-struct CountTo<0, Indices...> {
-  using type = Sequence<Indices...>;
+#include "tile.h"
+#include "widen.h"
+
+constexpr ptrdiff_t kLineBytes = 4 * kLineFloats;
+
+// Panels [first, first + count) as they stand in memory.
+struct PanelSpan {
+  const uint8_t* weights;
+  ptrdiff_t stride;  // bytes between panels (pairs of them, kQ8)
+  size_t length;     // bytes of a panel (a pair of them, kQ8)
+  Storage storage;
+  int first;
+  int count;
+  ptrdiff_t next;  // bytes to the group that this thread computes next, or 0
 };
 
-// What a tile asks memory for while it computes: that many of the two cache lines in each four k,
-// `floats` after its own weights.
+// What a tile asks memory for while it computes: that many of the cache lines in each four k,
+// `bytes` after its own weights.
 struct Ahead {
-  ptrdiff_t floats;
+  ptrdiff_t bytes;
   int lines;
 };
 
-template <int Rows, int Panels>
-struct Tile {
-  using RowIndices = typename CountTo<Rows>::type;
-  using PanelIndices = typename CountTo<Panels>::type;
-  using AllIndices = typename CountTo<Rows * Panels>::type;
-  static constexpr int kSize = Rows * Panels;
+// All leaves of a tile; the nodes that are left stand at the bottom of `stack`.
+struct TileWork {
+  const LeafProgram& program;
+  const float* x;
+  ptrdiff_t x_stride;
+  const PanelSpan& span;
+  Ahead ahead;
+  float* stack;
+};
 
-  template <int Row, int... P>
-  static ANYSHARD_INLINE void row_step(Vec (&acc)[kSize], const Vec (&w)[Panels], Vec x,
-                                       Sequence<P...>) {
-    ((acc[Row * Panels + P] = fma(x, w[P], acc[Row * Panels + P])), ...);
-  }
+// Panels of 8 outputs at each k.
+template <typename Weights, int Rows, int Panels>
+struct LaneTile {
+  using T = Tile<Rows, Panels>;
+  using RowIndices = typename T::RowIndices;
+  using PanelIndices = typename T::PanelIndices;
 
-  template <int... R, int... P>
-  static ANYSHARD_INLINE void step(Vec (&acc)[kSize], const float* const (&x)[Rows],
-                                   const float* const (&w)[Panels], ptrdiff_t k, Sequence<R...>,
-                                   Sequence<P...> panels) {
-    const Vec weights[Panels] = {load(w[P] + k * kLanes)...};
-    (row_step<R>(acc, weights, broadcast(x[R][k]), panels), ...);
-  }
-
-  template <int... I>
-  static ANYSHARD_INLINE void clear(Vec (&acc)[kSize], Sequence<I...>) {
-    ((acc[I] = zero()), ...);
-  }
-  template <int... I>
-  static ANYSHARD_INLINE void add_left(Vec (&acc)[kSize], const float* left, Sequence<I...>) {
-    ((acc[I] = add(load(left + I * kLanes), acc[I])), ...);
-  }
-  template <int... I>
-  static ANYSHARD_INLINE void push(const Vec (&acc)[kSize], float* entry, Sequence<I...>) {
-    (store(entry + I * kLanes, acc[I]), ...);
-  }
-  template <int... I>
-  static ANYSHARD_INLINE void advance(const float* (&pointers)[sizeof...(I)], ptrdiff_t count,
-                                      Sequence<I...>) {
-    ((pointers[I] += count), ...);
+  template <int... P>
+  static ANYSHARD_INLINE void step(Vec (&acc)[T::kSize], const float* const (&x)[Rows],
+                                   const uint8_t* const (&w)[Panels], ptrdiff_t k, Sequence<P...>) {
+    const Vec weights[Panels] = {Weights::get(w[P] + k * Weights::kBytes)...};
+    T::step(acc, x, k, weights, RowIndices{});
   }
 
   // Into L2: the lines that a group will need when its turn comes, after this one.
   template <int Lines, int... P>
-  static ANYSHARD_INLINE void prefetch(const float* const (&w)[Panels], ptrdiff_t ahead,
+  static ANYSHARD_INLINE void prefetch(const uint8_t* const (&w)[Panels], ptrdiff_t ahead,
                                        Sequence<P...>) {
     if (Lines >= 1) (__builtin_prefetch(w[P] + ahead, 0, 2), ...);
-    if (Lines >= 2) (__builtin_prefetch(w[P] + ahead + kLineFloats, 0, 2), ...);
+    if (Lines >= 2) (__builtin_prefetch(w[P] + ahead + kLineBytes, 0, 2), ...);
   }
 
-  // All leaves; the nodes that are left stand at the bottom of `stack`.
   template <int Lines, int... R, int... P>
-  static ANYSHARD_INLINE void run(const LeafProgram& program, const float* x_first,
-                                  ptrdiff_t x_stride, const float* w_first, ptrdiff_t w_stride,
-                                  ptrdiff_t ahead, float* stack, Sequence<R...> rows,
+  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
                                   Sequence<P...> panels) {
-    constexpr AllIndices all{};
-    constexpr ptrdiff_t kEntry = kSize * kLanes;
-    const float* x[Rows] = {(x_first + R * x_stride)...};
-    const float* w[Panels] = {(w_first + P * w_stride)...};
+    const LeafProgram& program = work.program;
+    const ptrdiff_t ahead = work.ahead.bytes;
+    float* stack = work.stack;
+    const float* x[Rows] = {(work.x + R * work.x_stride)...};
+    const uint8_t* w[Panels] = {(work.span.weights + P * work.span.stride)...};
     for (int leaf = 0; leaf < program.num_leaves; ++leaf) {
-      Vec acc[kSize];
-      clear(acc, all);
+      Vec acc[T::kSize];
+      T::clear(acc, typename T::AllIndices{});
       const ptrdiff_t length = program.lengths[leaf];
       ptrdiff_t k = 0;
       for (; k + 4 <= length; k += 4) {
         prefetch<Lines>(w, ahead, panels);
-        step(acc, x, w, 0, rows, panels);
-        step(acc, x, w, 1, rows, panels);
-        step(acc, x, w, 2, rows, panels);
-        step(acc, x, w, 3, rows, panels);
-        advance(x, 4, rows);
-        advance(w, 4 * kLanes, panels);
+        step(acc, x, w, 0, panels);
+        step(acc, x, w, 1, panels);
+        step(acc, x, w, 2, panels);
+        step(acc, x, w, 3, panels);
+        T::advance(x, 4, rows);
+        T::advance(w, 4 * Weights::kBytes, panels);
       }
       for (; k < length; ++k) {
-        step(acc, x, w, 0, rows, panels);
-        advance(x, 1, rows);
-        advance(w, kLanes, panels);
+        step(acc, x, w, 0, panels);
+        T::advance(x, 1, rows);
+        T::advance(w, Weights::kBytes, panels);
       }
-      for (int merge = program.merges[leaf]; merge > 0; --merge) {
-        stack -= kEntry;
-        add_left(acc, stack, all);
-      }
-      push(acc, stack, all);
-      stack += kEntry;
+      stack = T::close_leaf(acc, program.merges[leaf], stack);
     }
   }
 
-  static __attribute__((noinline)) void leaves(const LeafProgram& program, const float* x,
-                                               size_t x_stride, const float* w, size_t w_stride,
-                                               Ahead ahead, float* stack) {
-    const ptrdiff_t x_step = static_cast<ptrdiff_t>(x_stride);
-    const ptrdiff_t w_step = static_cast<ptrdiff_t>(w_stride);
+  static __attribute__((noinline)) void leaves(const TileWork& work) {
     constexpr RowIndices rows{};
     constexpr PanelIndices panels{};
-    if (ahead.lines == 2) {
-      run<2>(program, x, x_step, w, w_step, ahead.floats, stack, rows, panels);
-    } else if (ahead.lines == 1) {
-      run<1>(program, x, x_step, w, w_step, ahead.floats, stack, rows, panels);
+    if (work.ahead.lines == 2) {
+      run<2>(work, rows, panels);
+    } else if (work.ahead.lines == 1) {
+      run<1>(work, rows, panels);
     } else {
-      run<0>(program, x, x_step, w, w_step, 0, stack, rows, panels);
+      run<0>(work, rows, panels);
     }
   }
 };
 
-using LeavesFunction = void (*)(const LeafProgram&, const float*, size_t, const float*, size_t,
-                                Ahead, float*);
+// Blocks of Q8_0.
+template <int Rows, int Panels>
+struct Q8Tile {
+  using T = Tile<Rows, Panels>;
+  using RowIndices = typename T::RowIndices;
+
+  template <int Byte, int... P>
+  static ANYSHARD_INLINE void step(Vec (&acc)[T::kSize], const float* const (&x)[Rows],
+                                   const uint8_t* const (&w)[Panels], const Vec (&scales)[Panels],
+                                   Sequence<P...>) {
+    const Vec weights[Panels] = {q8_weights<Byte>(q8_group(w[P]), scales[P])...};
+    T::step(acc, x, Byte, weights, RowIndices{});
+  }
+
+  template <bool Asks, int... R, int... P>
+  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
+                                  Sequence<P...> panels) {
+    const LeafProgram& program = work.program;
+    const int odd = work.span.first % 2;
+    float* stack = work.stack;
+    const float* x[Rows] = {(work.x + R * work.x_stride)...};
+    const uint8_t* pairs = work.span.weights - odd * kQ8PanelBytes;
+    const uint8_t* w[Panels] = {
+        (pairs + (P + odd) / 2 * work.span.stride + (P + odd) % 2 * kQ8PanelBytes)...};
+    for (int leaf = 0; leaf < program.num_leaves; ++leaf) {
+      Vec acc[T::kSize];
+      T::clear(acc, typename T::AllIndices{});
+      for (int k = program.lengths[leaf]; k > 0; k -= kQ8Inputs) {
+        const Vec scales[Panels] = {q8_scales(w[P], (P + odd) % 2)...};
+        for (int group = 0; group < kQ8Inputs; group += kQ8Group) {
+          if (Asks) (__builtin_prefetch(w[P] + work.ahead.bytes, 0, 2), ...);
+          step<0>(acc, x, w, scales, panels);
+          step<1>(acc, x, w, scales, panels);
+          step<2>(acc, x, w, scales, panels);
+          step<3>(acc, x, w, scales, panels);
+          T::advance(x, kQ8Group, rows);
+          T::advance(w, kQ8GroupBytes, panels);
+        }
+        T::advance(w, kQ8Bytes - kQ8Values, panels);
+      }
+      stack = T::close_leaf(acc, program.merges[leaf], stack);
+    }
+  }
+
+  static __attribute__((noinline)) void leaves(const TileWork& work) {
+    constexpr RowIndices rows{};
+    constexpr typename T::PanelIndices panels{};
+    if (work.ahead.lines != 0) {
+      run<true>(work, rows, panels);
+    } else {
+      run<false>(work, rows, panels);
+    }
+  }
+};
+
+using TileFunction = void (*)(const TileWork&);
+using TileTable = TileFunction[4][4];
 
 // [rows - 1][panels - 1]; three and four rows take at most three panels (16 registers).
-constexpr LeavesFunction kLeaves[4][4] = {
-    {Tile<1, 1>::leaves, Tile<1, 2>::leaves, Tile<1, 3>::leaves, Tile<1, 4>::leaves},
-    {Tile<2, 1>::leaves, Tile<2, 2>::leaves, Tile<2, 3>::leaves, Tile<2, 4>::leaves},
-    {Tile<3, 1>::leaves, Tile<3, 2>::leaves, Tile<3, 3>::leaves, nullptr},
-    {Tile<4, 1>::leaves, Tile<4, 2>::leaves, Tile<4, 3>::leaves, nullptr},
+template <template <int, int> class Kind>
+constexpr TileTable kTiles = {
+    {Kind<1, 1>::leaves, Kind<1, 2>::leaves, Kind<1, 3>::leaves, Kind<1, 4>::leaves},
+    {Kind<2, 1>::leaves, Kind<2, 2>::leaves, Kind<2, 3>::leaves, Kind<2, 4>::leaves},
+    {Kind<3, 1>::leaves, Kind<3, 2>::leaves, Kind<3, 3>::leaves, nullptr},
+    {Kind<4, 1>::leaves, Kind<4, 2>::leaves, Kind<4, 3>::leaves, nullptr},
 };
+template <int Rows, int Panels>
+using Float32Tile = LaneTile<Float32, Rows, Panels>;
+template <int Rows, int Panels>
+using Bfloat16Tile = LaneTile<Bfloat16, Rows, Panels>;
+template <int Rows, int Panels>
+using Float16Tile = LaneTile<Float16, Rows, Panels>;
+
+inline const TileTable& tiles_of(Storage storage) {
+  if constexpr (kWidensInTiles) {
+    if (storage == Storage::kBfloat16) return kTiles<Bfloat16Tile>;
+    if (storage == Storage::kFloat16) return kTiles<Float16Tile>;
+    if (storage == Storage::kQ8) return kTiles<Q8Tile>;
+  }
+  return kTiles<Float32Tile>;
+}
+
+// Whether a group of panels is widened once for all rows that pass over it.
+inline bool widens_first(Storage storage, int num_rows) {
+  if (storage == Storage::kFloat32) return false;
+  return !kWidensInTiles || (storage == Storage::kQ8 && num_rows >= kManyRows);
+}
 
 // Stack entries [0, num_nodes) of a tile go to their rows and outputs.
 inline void emit(const Linear& linear, const Target& target, const float* stack, int row,
@@ -167,48 +223,77 @@ inline int rows_before(int tile, int num_tiles, int num_rows) {
   return static_cast<int>(static_cast<int64_t>(tile) * num_rows / num_tiles);
 }
 
-// Panels up to this many leaves long are short streams: the hardware has hardly learnt one when
-// it ends.
-constexpr int kShortStream = 12;
+// Panels up to this long are short streams: the hardware has hardly learnt one when it ends.
+constexpr size_t kShortStream = 24576;
 
-// Which part of the next group's weights (`next_group` floats on) a tile asks for. Several tiles:
-// the first two, one line each, so that memory works while the rest compute from L2 (8 rows: 46 ->
-// 88 GFLOP/s). A single tile is bound by memory: asking helps where streams are short (1 row,
-// K = 576: +8..14 %) or rows share the wait (4 rows: +2..26 %), and costs 5 % elsewhere.
-inline Ahead ahead_of(int tile, int num_tiles, int tile_rows, int num_leaves, size_t next_group) {
-  const ptrdiff_t floats = static_cast<ptrdiff_t>(next_group);
-  if (num_tiles > 1) return {floats + tile * kLineFloats, tile < 2 ? 1 : 0};
-  return {floats, tile_rows > 2 || num_leaves <= kShortStream ? 2 : 0};
+// Which part of the next group's weights a tile asks for. Several tiles: the first ones, one line
+// each, so that memory works while the rest compute from L2 (8 rows: 46 -> 88 GFLOP/s). A single
+// tile is bound by memory: asking helps where streams are short (1 row, K = 576: +8..14 %) or rows
+// share the wait (4 rows: +2..26 %), and costs 5 % elsewhere.
+inline Ahead ahead_of(int tile, int num_tiles, int tile_rows, const PanelSpan& span) {
+  if (span.next == 0) return {0, 0};
+  const int lines = span.storage == Storage::kFloat32 ? 2 : 1;  // in four k
+  if (num_tiles > 1) return {span.next + tile * kLineBytes, tile < lines ? 1 : 0};
+  return {span.next, tile_rows > kFewRows || span.length <= kShortStream ? lines : 0};
 }
 
 // A block of rows against one group of panels, four rows at a time.
 inline void linear_block(const Linear& linear, const float* x, size_t x_stride, int row_start,
-                         int num_rows, int panel, int num_panels, bool more_panels,
-                         const Target& target) {
+                         int num_rows, const PanelSpan& span, const Target& target) {
   alignas(32) float stack[static_cast<size_t>(kMaxDepth) * kMaxTile * kLanes];
+  const TileTable& tiles = tiles_of(span.storage);
   const int num_tiles = (num_rows + 3) / 4;
-  const float* panels = linear.panels + static_cast<size_t>(panel) * linear.panel_stride;
-  const size_t next_group = static_cast<size_t>(num_panels) * linear.panel_stride;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int row = rows_before(tile, num_tiles, num_rows);
     const int tile_rows = rows_before(tile + 1, num_tiles, num_rows) - row;
-    Ahead ahead = ahead_of(tile, num_tiles, tile_rows, linear.program.num_leaves, next_group);
-    if (!more_panels) ahead.lines = 0;
-    kLeaves[tile_rows - 1][num_panels - 1](linear.program,
-                                           x + static_cast<size_t>(row_start + row) * x_stride,
-                                           x_stride, panels, linear.panel_stride, ahead, stack);
-    emit(linear, target, stack, row_start + row, tile_rows, panel, num_panels);
+    tiles[tile_rows - 1][span.count - 1]({linear.program,
+                                          x + static_cast<size_t>(row_start + row) * x_stride,
+                                          static_cast<ptrdiff_t>(x_stride), span,
+                                          ahead_of(tile, num_tiles, tile_rows, span), stack});
+    emit(linear, target, stack, row_start + row, tile_rows, span.first, span.count);
   }
 }
 
+// The group of panels [first, ...) below `stop`, where it lies.
+inline PanelSpan stored_span(const Linear& linear, int first, int count, int stop) {
+  const uint8_t* weights = panel_at(linear, first);
+  const ptrdiff_t next = first + count < stop ? panel_at(linear, first + count) - weights : 0;
+  return {weights,
+          static_cast<ptrdiff_t>(linear.panel_stride),
+          panel_bytes(linear.storage, linear.num_inputs),
+          linear.storage,
+          first,
+          count,
+          next};
+}
+
+// The same, widened into `scratch`.
+inline PanelSpan widened_span(const Linear& linear, int first, int count, float* scratch) {
+  const size_t floats = static_cast<size_t>(linear.num_inputs) * kLanes;
+  for (int i = 0; i < count; ++i) {
+    widen_panel(linear, first + i, scratch + static_cast<size_t>(i) * floats);
+  }
+  const size_t bytes = floats * sizeof(float);
+  return {reinterpret_cast<const uint8_t*>(scratch),
+          static_cast<ptrdiff_t>(bytes),
+          bytes,
+          Storage::kFloat32,
+          first,
+          count,
+          0};
+}
+
 inline void linear(const Linear& args, const float* x, size_t x_stride, int num_rows,
-                   int panel_start, int panel_stop, const Target& target) {
+                   int panel_start, int panel_stop, const Target& target, float* scratch) {
   const int group = panel_group(num_rows);
+  const bool widen = widens_first(args.storage, num_rows);
   for (int row = 0; row < num_rows; row += kRowBlock) {
     const int rows = num_rows - row < kRowBlock ? num_rows - row : kRowBlock;
     for (int panel = panel_start; panel < panel_stop; panel += group) {
-      const int panels = panel_stop - panel < group ? panel_stop - panel : group;
-      linear_block(args, x, x_stride, row, rows, panel, panels, panel + group < panel_stop, target);
+      const int count = panel_stop - panel < group ? panel_stop - panel : group;
+      const PanelSpan span = widen ? widened_span(args, panel, count, scratch)
+                                   : stored_span(args, panel, count, panel_stop);
+      linear_block(args, x, x_stride, row, rows, span, target);
     }
   }
 }

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <stdexcept>
+
+#include "half.h"
 
 namespace anyshard {
 namespace {
@@ -13,6 +16,32 @@ constexpr int64_t kAloneFloats = 16384;
 constexpr int kGateUpChunk = 12;
 
 size_t product(int64_t a, int64_t b) { return static_cast<size_t>(a) * static_cast<size_t>(b); }
+
+// Weights [0, width) of output n, widened.
+void copy_row(const Panels& panels, int n, int64_t width, float* out) {
+  if (panels.storage() == Storage::kQ8) {
+    const uint8_t* block = panels.bytes() + product(n / kQ8Outputs, panels.stride());
+    const int lane = n % kQ8Outputs;
+    for (; width > 0; width -= kQ8Inputs, block += kQ8Bytes) {
+      const float scale = widen_half(read_half(block + kQ8Values + 2 * lane));
+      for (int k = 0; k < kQ8Inputs; ++k) {
+        const uint8_t value = block[k / 4 * 4 * kQ8Outputs + 4 * lane + k % 4];
+        *out++ = static_cast<float>(static_cast<int8_t>(value)) * scale;
+      }
+    }
+    return;
+  }
+  const uint8_t* panel = panels.bytes() + product(n / kLanes, panels.stride());
+  const int lane = n % kLanes;
+  for (int64_t k = 0; k < width; ++k) {
+    if (panels.storage() == Storage::kFloat32) {
+      std::memcpy(out + k, panel + 4 * (k * kLanes + lane), sizeof(float));
+    } else {
+      const uint32_t half = read_half(panel + 2 * (k * kLanes + lane));
+      out[k] = panels.storage() == Storage::kFloat16 ? widen_half(half) : widen_bfloat(half);
+    }
+  }
+}
 
 }  // namespace
 
@@ -36,11 +65,7 @@ void Embed::run(int rows) {
   const int64_t width = out_.size(1);
   const auto copy = [&](const Thread&, int, int start, int stop) {
     for (int row = start; row < stop; ++row) {
-      const int token = tokens_.ints()[row];
-      const float* column =
-          panels_.floats() + token / kLanes * panels_.panel_stride() + token % kLanes;
-      float* out = out_.writable_floats() + row * width;
-      for (int64_t k = 0; k < width; ++k) out[k] = column[k * kLanes];
+      copy_row(panels_, tokens_.ints()[row], width, out_.writable_floats() + row * width);
     }
   };
   pool_.run({{rows, pool_.chunk(rows, 1)}}, copy, rows * width < kAloneFloats);
@@ -73,7 +98,8 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
   kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
-  pool.reserve(norm_.scratch_floats() + 2 * kv_floats_, 0);
+  pool.reserve(norm_.scratch_floats() + 2 * kv_floats_,
+               std::max({q_.scratch_floats(), k_.scratch_floats(), v_.scratch_floats()}));
 }
 
 void Qkv::run(int rows) {
@@ -107,7 +133,7 @@ void Qkv::project(const Thread& thread, int rows, int start, int stop) const {
     if (first < last) {
       linears[i]->run(thread.kernels, first, last, thread.common,
                       static_cast<size_t>(norm_.width()), rows, outputs[i], 0,
-                      static_cast<size_t>(linears[i]->num_outputs()));
+                      static_cast<size_t>(linears[i]->num_outputs()), thread.own);
     }
     start -= size;
     stop -= size;
@@ -161,6 +187,7 @@ RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outp
   const int64_t needed = leaves_.num_nodes() * a_.size(0) * num_outputs;
   require(out_.size(0) >= needed, "out holds " + std::to_string(out_.size(0)) + " floats; " +
                                       std::to_string(needed) + " are needed");
+  pool.reserve(0, linear_.scratch_floats());
 }
 
 void RowLinear::run(int rows) {
@@ -169,7 +196,8 @@ void RowLinear::run(int rows) {
   const size_t row_stride = static_cast<size_t>(linear_.num_outputs());
   const auto work = [&](const Thread& thread, int, int start, int stop) {
     linear_.run(thread.kernels, start, stop, a_.floats(), static_cast<size_t>(a_.size(1)), rows,
-                out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride);
+                out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride,
+                thread.own);
   };
   pool_.run({linear_.phase(pool_, rows)}, work);
 }
@@ -247,7 +275,9 @@ GateUp::GateUp(Pool& pool, const Arguments& a)
       gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
       up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_) {
   require(out_.size(0) == norm_.num_rows(), "out and x have different numbers of rows");
-  pool.reserve(norm_.scratch_floats(), product(out_.size(0), kGateUpChunk * kLanes));
+  up_floats_ = whole_lines(product(out_.size(0), kGateUpChunk * kLanes));
+  pool.reserve(norm_.scratch_floats(),
+               up_floats_ + std::max(gate_.scratch_floats(), up_.scratch_floats()));
 }
 
 void GateUp::run(int rows) {
@@ -264,14 +294,17 @@ void GateUp::run(int rows) {
 void GateUp::run_panels(const Thread& thread, int rows, int start, int stop) const {
   const size_t width = static_cast<size_t>(norm_.width());
   const size_t out_stride = static_cast<size_t>(gate_.num_outputs());
+  float* scratch = thread.own + up_floats_;
   constexpr size_t kUpStride = static_cast<size_t>(kGateUpChunk) * kLanes;
   for (; start < stop; start += kGateUpChunk) {
     const int last = std::min(stop, start + kGateUpChunk);
     const int first = start * kLanes;
     const Target gate_target{out_.writable_floats(), 0, out_stride, 0, gate_.bias()};
-    thread.kernels.linear(gate_.linear(), thread.common, width, rows, start, last, gate_target);
+    thread.kernels.linear(gate_.linear(), thread.common, width, rows, start, last, gate_target,
+                          scratch);
     const Target up_target{thread.own, 0, kUpStride, first, up_.bias()};
-    thread.kernels.linear(up_.linear(), thread.common, width, rows, start, last, up_target);
+    thread.kernels.linear(up_.linear(), thread.common, width, rows, start, last, up_target,
+                          scratch);
     const int count = std::min(gate_.num_outputs(), last * kLanes) - first;
     for (int row = 0; row < rows; ++row) {
       float* gate = out_.writable_floats() + product(row, gate_.num_outputs()) + first;
@@ -287,7 +320,7 @@ Head::Head(Pool& pool, const Arguments& a)
       norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_) {
-  pool.reserve(norm_.scratch_floats(), 0);
+  pool.reserve(norm_.scratch_floats(), linear_.scratch_floats());
 }
 
 void Head::run(int num_sampled) {
@@ -306,7 +339,7 @@ void Head::run(int num_sampled) {
     } else {
       linear_.run(thread.kernels, start, stop, thread.common, static_cast<size_t>(norm_.width()),
                   num_sampled, out_.writable_floats(), 0,
-                  static_cast<size_t>(linear_.num_outputs()));
+                  static_cast<size_t>(linear_.num_outputs()), thread.own);
     }
   };
   pool_.run({norm_.phase(pool_, num_sampled), linear_.phase(pool_, num_sampled)}, work);

@@ -177,6 +177,7 @@ class GateUp {
   Leaves leaves_;
   BoundLinear gate_;
   BoundLinear up_;
+  size_t up_floats_;  // of a thread's rows of up, before they meet gate's
 };
 
 // Final norm and vocabulary projection of the rows that are sampled: out[i] = row sample_rows[i].

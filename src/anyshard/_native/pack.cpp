@@ -4,33 +4,12 @@
 #include <atomic>
 #include <cstring>
 
+#include "half.h"
+
 namespace anyshard {
 namespace {
 
 constexpr int64_t kGroup = 32;  // columns widened at a time; the block of the quantised types
-
-float from_pattern(uint32_t pattern) {
-  float value;
-  std::memcpy(&value, &pattern, sizeof value);
-  return value;
-}
-
-uint32_t read_half(const uint8_t* p) {
-  return static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8;
-}
-
-// Exact: every binary16 value is a binary32 value. Subnormals go through an exact subtraction.
-float widen_half(uint32_t half) {
-  const uint32_t sign = (half & 0x8000u) << 16;
-  const uint32_t exponent = half & 0x7c00u;
-  const uint32_t magnitude = (half & 0x7fffu) << 13;
-  if (exponent == 0x7c00u) return from_pattern(sign | magnitude | 0x7f800000u);
-  if (exponent != 0) return from_pattern(sign | (magnitude + (112u << 23)));
-  const float value = from_pattern(magnitude + (113u << 23)) - from_pattern(113u << 23);
-  uint32_t pattern;
-  std::memcpy(&pattern, &value, sizeof pattern);
-  return from_pattern(sign | pattern);
-}
 
 void widen_f32(const uint8_t* row, int64_t start, int64_t count, float* out) {
   std::memcpy(out, row + 4 * start, static_cast<size_t>(4 * count));
@@ -42,7 +21,7 @@ void widen_f16(const uint8_t* row, int64_t start, int64_t count, float* out) {
 
 void widen_bf16(const uint8_t* row, int64_t start, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = from_pattern(read_half(row + 2 * (start + i)) << 16);
+    out[i] = widen_bfloat(read_half(row + 2 * (start + i)));
   }
 }
 
@@ -69,18 +48,24 @@ void widen_q4_1(const uint8_t* row, int64_t start, int64_t count, float* out) {
   }
 }
 
-struct Type {
+}  // namespace
+
+struct PackType {
   const char* name;
   int64_t block_columns;
   int64_t block_bytes;
-  void (*widen)(const uint8_t*, int64_t, int64_t, float*);
+  // Widens columns [start, start + 32) (fewer at the end) of one raw row.
+  void (*widen)(const uint8_t* row, int64_t start, int64_t count, float* out);
+  Storage kept;  // what holds its bits as they are
 };
 
-constexpr Type kTypes[] = {{"F32", 1, 4, widen_f32},
-                           {"F16", 1, 2, widen_f16},
-                           {"BF16", 1, 2, widen_bf16},
-                           {"Q8_0", 32, 34, widen_q8_0},
-                           {"Q4_1", 32, 20, widen_q4_1}};
+namespace {
+
+constexpr PackType kTypes[] = {{"F32", 1, 4, widen_f32, Storage::kFloat32},
+                               {"F16", 1, 2, widen_f16, Storage::kFloat16},
+                               {"BF16", 1, 2, widen_bf16, Storage::kBfloat16},
+                               {"Q8_0", 32, 34, widen_q8_0, Storage::kQ8},
+                               {"Q4_1", 32, 20, widen_q4_1, Storage::kFloat32}};
 
 bool all_finite(const float* values, int64_t count) {
   uint32_t found = 0;
@@ -101,16 +86,17 @@ Packer::Packer(PyObject* panels, PyObject* source, const std::string& type, int6
       row_map_(optional_array(row_map, "row_map", Element::kInt, {num_rows})),
       num_rows_(num_rows),
       num_columns_(num_columns) {
-  for (const Type& candidate : kTypes) {
-    if (type != candidate.name) continue;
-    require(num_columns % candidate.block_columns == 0,
-            "rows of " + std::to_string(num_columns) + " columns are not whole blocks of " +
-                std::to_string(candidate.block_columns));
-    widen_ = candidate.widen;
-    row_bytes_ = num_columns / candidate.block_columns * candidate.block_bytes;
+  for (const PackType& candidate : kTypes) {
+    if (type == candidate.name) type_ = &candidate;
   }
-  require(widen_ != nullptr,
+  require(type_ != nullptr,
           "type '" + type + "' cannot be packed; F32, F16, BF16, Q8_0 and Q4_1 can");
+  require(panels_.storage() == Storage::kFloat32 || panels_.storage() == type_->kept,
+          "panels must be float32, or of the type that keeps the bits of " + type);
+  require(num_columns % type_->block_columns == 0, "rows of " + std::to_string(num_columns) +
+                                                       " columns are not whole blocks of " +
+                                                       std::to_string(type_->block_columns));
+  row_bytes_ = num_columns / type_->block_columns * type_->block_bytes;
   require(num_columns >= 1, "num_columns is below 1");
   const int64_t source_rows = source_.num_bytes() / row_bytes_;
   require(source_.num_bytes() % row_bytes_ == 0 && (row_map_.present() || source_rows == num_rows),
@@ -124,33 +110,80 @@ Packer::Packer(PyObject* panels, PyObject* source, const std::string& type, int6
 }
 
 bool Packer::run(Pool& pool) const {
+  auto pack = &Packer::pack_halves;
+  if (panels_.storage() == Storage::kFloat32) pack = &Packer::pack_widened;
+  if (panels_.storage() == Storage::kQ8) pack = &Packer::pack_blocks;
   std::atomic<bool> finite{true};
-  const int64_t num_panels = (num_rows_ + kLanes - 1) / kLanes;
-  const int size = static_cast<int>(num_panels);
+  const int size = static_cast<int>(panels_.size(0));
   pool.run({{size, pool.chunk(size, 1)}}, [&](const Thread&, int, int start, int stop) {
     for (int panel = start; panel < stop; ++panel) {
-      if (!pack_panel(panel)) finite.store(false, std::memory_order_relaxed);
+      if (!(this->*pack)(panel)) finite.store(false, std::memory_order_relaxed);
     }
   });
   return finite.load();
 }
 
-bool Packer::pack_panel(int64_t panel) const {
+const uint8_t* Packer::raw_row(int64_t n) const {
+  return source_.bytes() + (row_map_.present() ? row_map_.ints()[n] : n) * row_bytes_;
+}
+
+uint8_t* Packer::place(int64_t panel) const {
+  return panels_.writable_bytes() + static_cast<size_t>(panel) * panels_.stride();
+}
+
+bool Packer::pack_widened(int64_t panel) const {
   bool finite = true;
   float rows[kLanes][kGroup] = {};
-  float* out = const_cast<float*>(panels_.floats()) + panel * panels_.panel_stride();
+  float* out = reinterpret_cast<float*>(place(panel));
   const int64_t first = panel * kLanes;
   const int64_t lanes = std::min<int64_t>(kLanes, num_rows_ - first);
   for (int64_t start = 0; start < num_columns_; start += kGroup) {
     const int64_t count = std::min(kGroup, num_columns_ - start);
     for (int64_t lane = 0; lane < lanes; ++lane) {
-      const int64_t n = first + lane;
-      const int64_t row = row_map_.present() ? row_map_.ints()[n] : n;
-      widen_(source_.bytes() + row * row_bytes_, start, count, rows[lane]);
+      type_->widen(raw_row(first + lane), start, count, rows[lane]);
       finite = all_finite(rows[lane], count) && finite;
     }
     for (int64_t k = 0; k < count; ++k) {
       for (int64_t lane = 0; lane < kLanes; ++lane) *out++ = rows[lane][k];
+    }
+  }
+  return finite;
+}
+
+bool Packer::pack_halves(int64_t panel) const {
+  const uint32_t exponent = panels_.storage() == Storage::kFloat16 ? 0x7c00u : 0x7f80u;
+  bool finite = true;
+  const int64_t first = panel * kLanes;
+  const int64_t lanes = std::min<int64_t>(kLanes, num_rows_ - first);
+  const uint8_t* rows[kLanes] = {};
+  for (int64_t lane = 0; lane < lanes; ++lane) rows[lane] = raw_row(first + lane);
+  uint16_t* out = reinterpret_cast<uint16_t*>(place(panel));
+  for (int64_t k = 0; k < num_columns_; ++k, out += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const uint32_t half = lane < lanes ? read_half(rows[lane] + 2 * k) : 0;
+      finite = (half & exponent) != exponent && finite;
+      out[lane] = static_cast<uint16_t>(half);
+    }
+  }
+  return finite;
+}
+
+bool Packer::pack_blocks(int64_t pair) const {
+  bool finite = true;
+  const int64_t first = pair * kQ8Outputs;
+  const int64_t lanes = std::min<int64_t>(kQ8Outputs, num_rows_ - first);
+  uint8_t* out = place(pair);
+  std::memset(out, 0, panel_bytes(Storage::kQ8, num_columns_));
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const uint8_t* block = raw_row(first + lane);
+    uint8_t* to = out + 4 * lane;
+    for (int64_t k = 0; k < num_columns_; k += kQ8Inputs, block += 34, to += kQ8Bytes) {
+      const uint32_t scale = read_half(block);
+      finite = (scale & 0x7c00u) != 0x7c00u && finite;
+      std::memcpy(to + kQ8Values - 2 * lane, block, 2);
+      for (int g = 0; g < kQ8Inputs / 4; ++g) {
+        std::memcpy(to + g * 4 * kQ8Outputs, block + 2 + 4 * g, 4);
+      }
     }
   }
   return finite;

@@ -1,4 +1,5 @@
-// Raw tensors of a checkpoint, widened to float32 exactly as the `gguf` package does, in panels.
+// Raw tensors of a checkpoint, in panels: as they are stored, or widened to float32 exactly as the
+// `gguf` package does.
 #pragma once
 
 #include <string>
@@ -7,8 +8,11 @@
 
 namespace anyshard {
 
-// Row n of `panels` is row `row_map[n]` (or n) of the raw rows in `source`; lanes past num_rows of
-// the last panel become +0. Returns whether every value is finite. Throws std::invalid_argument.
+struct PackType;  // a type of raw rows
+
+// Row n of `panels` is row `row_map[n]` (or n) of the raw rows in `source`; lanes past num_rows
+// become +0. Panels are float32, or what keeps the type's bits: float16 for F16, bfloat16 for BF16,
+// Q8_0 blocks for Q8_0. Returns whether every value is finite. Throws std::invalid_argument.
 class Packer {
  public:
   Packer(PyObject* panels, PyObject* source, const std::string& type, int64_t num_rows,
@@ -16,14 +20,17 @@ class Packer {
   bool run(Pool& pool) const;
 
  private:
-  // Widens columns [start, start + 32) (fewer at the end) of one raw row.
-  using Widen = void (*)(const uint8_t* row, int64_t start, int64_t count, float* out);
-  bool pack_panel(int64_t panel) const;
+  // Each packs one panel (a pair of them, Q8_0).
+  bool pack_widened(int64_t panel) const;
+  bool pack_halves(int64_t panel) const;
+  bool pack_blocks(int64_t pair) const;
+  const uint8_t* raw_row(int64_t n) const;
+  uint8_t* place(int64_t panel) const;
 
   Panels panels_;
   Array source_;
   Array row_map_;
-  Widen widen_ = nullptr;
+  const PackType* type_ = nullptr;
   int64_t num_rows_;
   int64_t num_columns_;
   int64_t row_bytes_ = 0;

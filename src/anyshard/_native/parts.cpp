@@ -43,6 +43,11 @@ Leaves::Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool who
           "merges leaves " + std::to_string(num_nodes_) + " nodes; a whole sum leaves 1");
 }
 
+bool Leaves::made_of(int inputs) const {
+  return std::all_of(lengths_.begin(), lengths_.end(),
+                     [inputs](int32_t length) { return length % inputs == 0; });
+}
+
 LeafProgram Leaves::program() const {
   return {lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_};
 }
@@ -53,16 +58,21 @@ BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int
       bias_(optional_array(bias, (std::string(name) + "bias").c_str(), Element::kFloat,
                            {num_outputs})) {
   require(num_outputs <= INT_MAX / 2, std::string(name) + "panels has too many outputs");
-  linear_.panels = panels_.floats();
-  linear_.panel_stride = static_cast<size_t>(panels_.panel_stride());
+  require(panels_.storage() != Storage::kQ8 || leaves.made_of(kQ8Inputs),
+          std::string(name) + "panels are Q8_0 blocks of 32 inputs; a leaf is not made of them");
+  linear_.panels = panels_.bytes();
+  linear_.panel_stride = panels_.stride();
+  linear_.storage = panels_.storage();
+  linear_.num_inputs = static_cast<int>(num_inputs);
   linear_.num_outputs = static_cast<int>(num_outputs);
   linear_.program = leaves.program();
 }
 
 void BoundLinear::run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
-                      int num_rows, float* out, size_t node_stride, size_t row_stride) const {
+                      int num_rows, float* out, size_t node_stride, size_t row_stride,
+                      float* scratch) const {
   const Target target{out, node_stride, row_stride, 0, bias()};
-  kernels.linear(linear_, x, x_stride, num_rows, start, stop, target);
+  kernels.linear(linear_, x, x_stride, num_rows, start, stop, target, scratch);
 }
 
 void mark_fault(int32_t* row_fault, int row, int32_t code) {

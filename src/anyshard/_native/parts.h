@@ -17,6 +17,8 @@ class Leaves {
   Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool whole);
   LeafProgram program() const;
   int num_nodes() const { return num_nodes_; }
+  // Whether every leaf is made of whole blocks of that many inputs.
+  bool made_of(int inputs) const;
 
  private:
   std::vector<int32_t> lengths_;
@@ -41,9 +43,11 @@ class BoundLinear {
   Phase phase(const Pool& pool, int num_rows) const {
     return {num_panels(), pool.chunk(num_panels(), panel_group(num_rows))};
   }
+  // What it wants of a thread's own scratch.
+  size_t scratch_floats() const { return whole_lines(linear_scratch(linear_)); }
   // Panels [start, stop) of out[node][row][n].
   void run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
-           int num_rows, float* out, size_t node_stride, size_t row_stride) const;
+           int num_rows, float* out, size_t node_stride, size_t row_stride, float* scratch) const;
 
  private:
   Panels panels_;

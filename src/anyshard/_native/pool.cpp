@@ -241,7 +241,10 @@ void Pool::take_part(uint32_t number, int index) {
 std::vector<std::string> available_bodies() {
   std::vector<std::string> names;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names.push_back("avx2");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    names.push_back("avx2");
+  }
 #endif
   names.push_back("scalar");
   return names;

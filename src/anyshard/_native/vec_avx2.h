@@ -6,11 +6,22 @@
 
 #define ANYSHARD_INLINE inline __attribute__((always_inline))
 
+// Whether register tiles take weights of every storage, widening them on the way.
+constexpr bool kWidensInTiles = true;
+
 using Vec = __m256;
 using IntVec = __m256i;
 
 ANYSHARD_INLINE Vec zero() { return _mm256_setzero_ps(); }
 ANYSHARD_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+// Eight 16-bit floats, widened: exact, subnormals too.
+ANYSHARD_INLINE Vec load_float16(const uint8_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
 ANYSHARD_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 ANYSHARD_INLINE Vec broadcast(float a) { return _mm256_set1_ps(a); }
 ANYSHARD_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -52,6 +63,16 @@ ANYSHARD_INLINE IntVec shift_right_signed(IntVec a) {
 template <int Count>
 ANYSHARD_INLINE IntVec shift_right(IntVec a) {
   return _mm256_srli_epi32(a, Count);
+}
+// Byte number Byte of each lane (0 is the lowest) as the highest, zeros below.
+template <int Byte>
+ANYSHARD_INLINE IntVec top_byte(IntVec a) {
+  if (Byte == 0) return _mm256_slli_epi32(a, 24);
+  if (Byte == 3) return _mm256_and_si256(a, _mm256_set1_epi32(INT32_MIN >> 7));
+  constexpr int kAt = Byte << 24 | 0x808080;
+  return _mm256_shuffle_epi8(
+      a, _mm256_setr_epi32(kAt, kAt + 0x04000000, kAt + 0x08000000, kAt + 0x0c000000, kAt,
+                           kAt + 0x04000000, kAt + 0x08000000, kAt + 0x0c000000));
 }
 // Low and high halves of the unsigned 64-bit products.
 ANYSHARD_INLINE IntVec multiply_low(IntVec a, IntVec b) { return _mm256_mullo_epi32(a, b); }

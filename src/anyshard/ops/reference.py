@@ -5,7 +5,7 @@ binds one module or the other. Slow by design (a token of a 135M model takes sec
 define the result, they replay a difference, and they run where no compiler was.
 
 Shapes: R rows_max, M rows of this call, D hidden, H query heads here, G KV heads here, d head
-dim, F ffn here, V vocab here, P pages, S slots, B blocks of a slot. Panels are [N/8, K, 8].
+dim, F ffn here, V vocab here, P pages, S slots, B blocks of a slot. Panels: `ops.storage`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from anyshard.ops.exact import (
     pow2,
     silu,
 )
+from anyshard.ops.storage import Panels, unpack
 
 __all__ = [
     "Attention",
@@ -56,12 +57,6 @@ class Pool:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def unpack(panels: F32, num_outputs: int) -> F32:
-    """Panels [P, K, 8] as [num_outputs, K]."""
-    p, k, _ = panels.shape
-    return np.ascontiguousarray(panels.transpose(0, 2, 1).reshape(p * 8, k)[:num_outputs])
 
 
 def rms_norm(x_MD: F32, weight_D: F32, eps: float, faults_M: I32, fault_code: int) -> F32:
@@ -92,7 +87,7 @@ class Linear:
 
     def __init__(
         self,
-        panels: F32 | None,
+        panels: Panels | None,
         num_outputs: int,
         bias: F32 | None,
         leaf_lengths: I32,
@@ -113,7 +108,7 @@ class Linear:
 class Embed:
     """out[row] = embedding row of tokens[row], read from the packed panels."""
 
-    def __init__(self, pool: Pool, panels: F32, vocab: int, tokens: I32, out: F32) -> None:
+    def __init__(self, pool: Pool, panels: Panels, vocab: int, tokens: I32, out: F32) -> None:
         self.panels, self.vocab, self.tokens, self.out = panels, vocab, tokens, out
 
     def run(self, rows: int) -> None:
@@ -121,7 +116,7 @@ class Embed:
         tokens = self.tokens[:rows]
         if rows and not (tokens.min() >= 0 and tokens.max() < self.vocab):
             raise ValueError(f"a token id is outside 0..{self.vocab - 1}")
-        self.out[:rows] = self.panels[tokens // 8, :, tokens % 8]
+        self.out[:rows] = unpack(self.panels, tokens)
 
 
 class Qkv:
@@ -136,9 +131,9 @@ class Qkv:
         x: F32,
         norm_weight: F32,
         eps: float,
-        q_panels: F32 | None,
-        k_panels: F32 | None,
-        v_panels: F32 | None,
+        q_panels: Panels | None,
+        k_panels: Panels | None,
+        v_panels: Panels | None,
         q_bias: F32 | None,
         k_bias: F32 | None,
         v_bias: F32 | None,
@@ -304,7 +299,7 @@ class RowLinear:
         self,
         pool: Pool,
         a: F32,
-        panels: F32,
+        panels: Panels,
         num_outputs: int,
         leaf_lengths: I32,
         merges: I32,
@@ -360,8 +355,8 @@ class GateUp:
         x: F32,
         norm_weight: F32,
         eps: float,
-        gate_panels: F32 | None,
-        up_panels: F32 | None,
+        gate_panels: Panels | None,
+        up_panels: Panels | None,
         num_outputs: int,
         gate_bias: F32 | None,
         up_bias: F32 | None,
@@ -394,7 +389,7 @@ class Head:
         sample_rows: I32,
         norm_weight: F32,
         eps: float,
-        panels: F32 | None,
+        panels: Panels | None,
         num_outputs: int,
         bias: None,
         leaf_lengths: I32,

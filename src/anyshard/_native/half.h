@@ -1,0 +1,35 @@
+// 16-bit floats of checkpoints, for code that reads them one by one. Exact: every binary16 and
+// every bfloat16 value is a binary32 value.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace anyshard {
+
+inline float from_pattern(uint32_t pattern) {
+  float value;
+  std::memcpy(&value, &pattern, sizeof value);
+  return value;
+}
+
+inline uint32_t read_half(const uint8_t* p) {
+  return static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8;
+}
+
+inline float widen_bfloat(uint32_t half) { return from_pattern(half << 16); }
+
+// Subnormals go through an exact subtraction.
+inline float widen_half(uint32_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16;
+  const uint32_t exponent = half & 0x7c00u;
+  const uint32_t magnitude = (half & 0x7fffu) << 13;
+  if (exponent == 0x7c00u) return from_pattern(sign | magnitude | 0x7f800000u);
+  if (exponent != 0) return from_pattern(sign | (magnitude + (112u << 23)));
+  const float value = from_pattern(magnitude + (113u << 23)) - from_pattern(113u << 23);
+  uint32_t pattern;
+  std::memcpy(&pattern, &value, sizeof pattern);
+  return from_pattern(sign | pattern);
+}
+
+}  // namespace anyshard
