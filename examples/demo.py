@@ -21,6 +21,7 @@ from pathlib import Path
 
 QUESTION = "What is the capital of France, and what is it known for?"
 NUM_TOKENS = 64
+PUBLISHED = "fc7c63b6a17598eee48f06f3679fe98d6953ec9171272b23a02bbb2c36b45b9f"  # of this question, on every machine
 BUSY = 0.2
 NUM_TOKENS_REFERENCE = 4  # without native kernels a token takes long
 DIFFERENCE_FOUND = 4
@@ -135,6 +136,13 @@ def main() -> int:
         print("\nDIFFERENT: the split changed the result, which is a defect; please report it.")
         return DIFFERENCE_FOUND
     print("\nequal: every logit bit behind every token of the answer.")
+    if native_is_built():
+        if split.digest != PUBLISHED:
+            print(
+                "But not the published digest, which every machine should give: please report it."
+            )
+            return DIFFERENCE_FOUND
+        print("It is the published digest: the same bits as on our machines.")
     return 0
 
 

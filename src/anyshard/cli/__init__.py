@@ -30,8 +30,10 @@ app = App(
     help="Split an LLM any way. Get the same bits.",
     version=__version__,
     config=Env("ANYSHARD_", command=False),
+    suppress_keyboard_interrupt=False,
 )
-for verb in (generate, chat, doctor):
+VERBS = (generate, chat, doctor)
+for verb in VERBS:
     app.command(verb)
 
 
@@ -52,8 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return code if isinstance(code, int) else 0
     except CycloptsError as error:
-        return _say(f"{str(error).rstrip('.')}; see anyshard --help", 2)
+        given = list(sys.argv[1:] if arguments is None else arguments)[:1]
+        page = "".join(f" {verb.__name__}" for verb in VERBS if [verb.__name__] == given)
+        return _say(f"{str(error).rstrip('.?')}; see anyshard{page} --help", 2)
     except KeyboardInterrupt:
+        if sys.stdout is not None and sys.stdout.isatty():
+            print()  # the answer stopped in mid-line
         return _say("interrupted; all ranks are ended", 130)
     except BrokenPipeError:
         _abandon_stdout()  # its reader left; nothing more can be said there

@@ -19,6 +19,9 @@ from anyshard.request import Sampling
 __all__ = ["PromptFlags", "SamplingFlags", "SplitFlags"]
 
 
+MAX_PROMPTS_CHARACTERS = 1 << 26
+
+
 def _one_item(type_: Any, value: str, delimiter: str | None = None) -> list[str]:
     """An environment variable holds one text, spaces and all."""
     return [value]
@@ -34,11 +37,11 @@ class SplitFlags:
     """How the model is split and run; none of it changes a bit."""
 
     tensor_parallel_size: Annotated[
-        int | None, Parameter(name=["--tensor-parallel-size", "-tp"])
+        int | None, Parameter(name=["--tensor-parallel-size", "-tp", "--tp"])
     ] = None
     "Ranks that share each layer, 1 to the number of query heads."
     pipeline_parallel_size: Annotated[
-        int | None, Parameter(name=["--pipeline-parallel-size", "-pp"])
+        int | None, Parameter(name=["--pipeline-parallel-size", "-pp", "--pp"])
     ] = None
     "Stages that share the layers, 1 to the number of layers."
     heads: str | None = None
@@ -79,7 +82,7 @@ class SplitFlags:
                 )
         if self.comm == "torch" and importlib.util.find_spec("torch") is None:
             raise OptionError(
-                "--comm torch needs torch, which is not installed; pip install 'anyshard[torch]', "
+                "--comm torch needs torch, which is not installed; run make setup in the clone, "
                 "or leave --comm out"
             )
 
@@ -99,7 +102,7 @@ class SplitFlags:
 class SamplingFlags:
     """How tokens are drawn, and when an answer ends."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Parameter(name=["--max-tokens", "-n"])] = None
     "Longest answer in tokens; 128 (chat: 1024), or what the context leaves if that is less."
     temperature: float = 0.0
     "0 is greedy; above it, the noise is drawn from --seed, position and token id."
@@ -121,6 +124,17 @@ class SamplingFlags:
         if any(not text for text in self.stop or ()):
             raise OptionError("--stop is empty; give the text that should end the answer")
 
+    @property
+    def idle(self) -> list[str]:
+        """Flags that were given and do nothing at temperature 0."""
+        given = {
+            "--top-k": self.top_k != 0,
+            "--top-p": self.top_p != 1.0,
+            "--min-p": self.min_p != 0.0,
+            "--seed": self.seed != 0,
+        }
+        return [name for name, is_given in given.items() if is_given and self.temperature == 0.0]
+
     def sampling(self) -> Sampling:
         """The record that travels to the sampler. Raises: OptionError naming the flag."""
         return Sampling(
@@ -137,7 +151,7 @@ class SamplingFlags:
 class PromptFlags:
     """Where the text comes from."""
 
-    prompt: Annotated[list[str] | None, Text] = None
+    prompt: Annotated[list[str] | None, Parameter(name=["--prompt", "-p"]), Text] = None
     "Text to continue; repeat it for a batch."
     prompts: str | None = None
     'A JSON-lines file of prompts: strings, or objects with "prompt" and "max_tokens".'
@@ -153,7 +167,8 @@ class PromptFlags:
         if self.prompts is not None:
             texts += list(_prompts_file(self.prompts))
         if not texts:
-            raise OptionError("no prompt; give --prompt TEXT or --prompts FILE.jsonl")
+            empty = f"--prompts {self.prompts} holds no line; " if self.prompts else "no prompt; "
+            raise OptionError(empty + "give --prompt TEXT or --prompts FILE.jsonl")
         for index, (text, _) in enumerate(texts):
             if not text:
                 raise OptionError(f"prompt {index + 1} is empty; give at least one token of text")
@@ -178,7 +193,10 @@ def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:
 def _prompts_file(path: str) -> Iterator[tuple[str, int | None]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            lines = file.read().split("\n")
+            text = file.read(MAX_PROMPTS_CHARACTERS + 1)
+        if len(text) > MAX_PROMPTS_CHARACTERS:
+            raise ValueError(f"it holds more than {MAX_PROMPTS_CHARACTERS} characters")
+        lines = text.split("\n")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise OptionError(f"--prompts {path} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -190,7 +208,9 @@ def _prompt_of(line: str, place: str) -> tuple[str, int | None]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise OptionError(f"{place} is not JSON") from None
+        raise OptionError(
+            f'{place} is not JSON; a line is a string, or an object with "prompt"'
+        ) from None
     if isinstance(entry, str):
         entry = {"prompt": entry}
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
 from anyshard.cli.running import context_limit, layout_of, rank_group, start_engine
 from anyshard.cli.screen import Bar
-from anyshard.errors import PromptTooLong
+from anyshard.errors import OptionError, PromptTooLong
 
 if TYPE_CHECKING:
     from anyshard.answer import Answer
@@ -77,6 +77,10 @@ class _Generate:
         as_json: bool,
     ) -> None:
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
+        if model is not None and prompts.prompt is None and prompts.prompts is None:
+            raise OptionError(
+                f"no prompt: {model[:60]!r} was taken as MODEL; give the text with --prompt"
+            )
         self.chat, self.texts = prompts.chat, prompts.read()
         self.sampling = sampling.sampling()
         self.start_s = time.monotonic()
@@ -108,6 +112,11 @@ class _Generate:
             group, config, profile, layout, self.split, limit=limit, num_seqs=len(requests)
         )
         self.ready_s = time.monotonic()
+        if self.flags.idle:
+            print(
+                f"note: at temperature 0 these have no effect: {', '.join(self.flags.idle)}",
+                file=sys.stderr,
+            )
         outcomes = self._stream(engine, requests, tokenizer)
         self._report(engine, outcomes)
         engine.close()
@@ -118,6 +127,7 @@ class _Generate:
     ) -> Request:
         from anyshard.request import Request
 
+        _refuse_endless(text, tokenizer, limit)
         if self.chat:
             prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
         else:
@@ -161,7 +171,7 @@ class _Generate:
         return outcomes
 
     def _consume(self, engine: Engine, outcomes: list[_Outcome], bar: Bar) -> None:
-        live = not self.as_json and len(outcomes) == 1
+        live, done = not self.as_json and len(outcomes) == 1, 0
         for event in engine.run(bar.update):
             outcome = outcomes[event.request_id]
             answer = outcome.answer
@@ -177,8 +187,8 @@ class _Generate:
                 outcome.reason = "stop"
             if live:
                 print(shown, end="", flush=True)
-            elif outcome.reason and not self.as_json:
-                print(f"[{event.request_id + 1}] {answer.text}", flush=True)
+            elif not self.as_json:
+                done = _show_in_order(outcomes, done)
 
     def _report(self, engine: Engine, outcomes: list[_Outcome]) -> None:
         if self.as_json:
@@ -196,18 +206,24 @@ class _Generate:
                 )
 
     def _figures(self, engine: Engine, outcomes: list[_Outcome]) -> None:
-        t, rates = engine.timings, self._timings(engine)
+        t, rates, layout = engine.timings, self._timings(engine), _layout_json(engine)
+        heads, layers = (",".join(map(str, layout[part])) for part in ("heads", "layers"))
         print(
+            f"load {rates['load_s']:.2f} s · first token {rates['ttft_s']:.2f} s later · "
             f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
-            f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s · "
-            f"first token {self.first_token_s - self.start_s:.2f} s\n"
-            f"{engine.layout.describe()} · {engine.profile.name} {engine.body} "
-            f"x{engine.threads}",
+            f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s\n"
+            f"{engine.layout.describe()} · heads {heads} · layers {layers} · {layout['comm']} · "
+            f"{engine.profile.name} {engine.body} x{engine.threads}",
             file=sys.stderr,
         )
         for index, outcome in enumerate(outcomes):
             number = "" if len(outcomes) == 1 else f"[{index + 1}] "
-            print(f"{number}logits_sha256 {outcome.answer.logits_sha256}", file=sys.stderr)
+            end = f"ended by {outcome.reason}" if outcome.reason != "stop" else "ended"
+            print(
+                f"{number}logits_sha256 {outcome.answer.logits_sha256} · {end} after "
+                f"{len(outcome.answer.tokens)} tok",
+                file=sys.stderr,
+            )
 
     def _timings(self, engine: Engine) -> dict[str, float]:
         """load_s: command to ranks ready; ttft_s: from there to the first token."""
@@ -240,6 +256,27 @@ class _Generate:
             ],
             "logits_bytes_gathered": apart,
         }
+
+
+def _refuse_endless(text: str, tokenizer: Tokenizer, limit: int) -> None:
+    """A text that no tokenizer could fit is refused unread: 21 MB would take half a minute."""
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes <= 64 * limit:
+        return
+    longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab))
+    if num_bytes > longest * limit:
+        raise OptionError(
+            f"a prompt of {num_bytes} bytes is at least {num_bytes // longest} tokens; the context "
+            f"holds {limit}"
+        )
+
+
+def _show_in_order(outcomes: Sequence[_Outcome], done: int) -> int:
+    """Print the answers of a batch as their turn comes; `done` of them are out, then more."""
+    while done < len(outcomes) and outcomes[done].reason:
+        print(f"[{done + 1}] {outcomes[done].answer.text.lstrip()}\n", flush=True)
+        done += 1
+    return done
 
 
 def _result_json(outcome: _Outcome) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def start_engine(
     if engine.crowded:
         print(
             f"note: {layout.world} ranks x {engine.threads} threads on {engine.cores} cores "
-            "take turns; that costs speed, not bits",
+            "take turns; that may cost speed, not bits",
             file=sys.stderr,
         )
     return engine
