@@ -1,7 +1,11 @@
-"""The entry point: imports the command line under a guard, so that Ctrl-C is always one line."""
+"""The entry point: imports the command line under a guard, so that Ctrl-C is always one line.
+
+Once the exit code is known, no signal changes it any more.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 __all__ = ["main"]
@@ -12,10 +16,30 @@ def main() -> int:
     try:
         from anyshard.cli import main as run
 
-        return run()
+        code = run()
+        _settle()
     except KeyboardInterrupt:
-        sys.stderr.write("anyshard: interrupted\n")
-        return 130
+        _settle()
+        return _say("interrupted", 130)
+    except SystemExit:  # SIGTERM
+        _settle()
+        raise
+    except (ImportError, MemoryError) as error:
+        _settle()
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        text = lines[-1].strip() if lines else "no memory is left"
+        return _say(f"a module could not be loaded: {text}", 1)
+    return code
+
+
+def _settle() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(f"anyshard: {text}\n")
+    return code
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = "".join(f" {verb.__name__}" for verb in VERBS if [verb.__name__] == given)
         return _say(f"{str(error).rstrip('.?')}; see anyshard{page} --help", 2)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if sys.stdout is not None and sys.stdout.isatty():
             print()  # the answer stopped in mid-line
         return _say("interrupted; all ranks are ended", 130)

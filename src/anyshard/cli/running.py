@@ -6,6 +6,7 @@ Knows flags and the engine's front half; nothing of prompts or answers.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +44,11 @@ def rank_group(model: str | None, split: SplitFlags) -> Iterator[RankGroup]:
     try:
         yield group
     finally:
-        group.close()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
+        try:
+            group.close()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def layout_of(config: ModelConfig, profile: Profile, split: SplitFlags) -> Layout:

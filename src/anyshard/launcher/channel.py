@@ -125,11 +125,11 @@ class Channel:
             raise ValueError(f"{len(descriptors)} descriptors, the limit is {MAX_DESCRIPTORS}")
         prefix = _PREFIX.pack(len(body), len(descriptors))
         try:
+            message_bytes = prefix + body  # at once: half a message would make its reader wait
+            sent = 0
             if descriptors:
-                sent = socket.send_fds(self._socket, [prefix], descriptors)
-                self._socket.sendall(prefix[sent:] + body)
-            else:
-                self._socket.sendall(prefix + body)
+                sent = socket.send_fds(self._socket, [message_bytes], descriptors)
+            self._socket.sendall(message_bytes[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the other end is gone") from error
 

@@ -100,6 +100,10 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
             run_launcher(launcher, front_pid, load, rank_main, mask)
         launcher.close()
         handle = LauncherHandle(front, pid, deadline_s=deadline_s)
+    except BaseException:
+        front.close()
+        launcher.close()
+        raise
     finally:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what has waited is handled here
@@ -131,6 +135,7 @@ class LauncherHandle:
         self._channel = channel
         self._deadline_s = deadline_s
         self._answer_s = max(deadline_s, _ANSWER_S)
+        self._silent = f"the launcher has given no sign of life for {self._answer_s:g} s"
         self._readable = select.poll()
         self._readable.register(channel, select.POLLIN)
         self._region: EpochRegion | None = None
@@ -249,6 +254,8 @@ class LauncherHandle:
             self._channel.send(message)
         except ChannelClosed:
             self._launcher_gone()
+        except TimeoutError:
+            self._launcher_gone(self._silent)
 
     def _next_message(self, timeout_s: float, patience: Patience | None = None) -> Message | None:
         message, descriptors = self._next_with_descriptors(timeout_s, patience)
@@ -267,13 +274,14 @@ class LauncherHandle:
             raise PeerLost(self._gone)
         if self._readable.poll(timeout_s * 1e3):
             try:
-                return self._channel.receive(self._deadline_s)
-            except (ChannelClosed, TimeoutError):
+                return self._channel.receive(self._answer_s)
+            except ChannelClosed:
                 self._launcher_gone()
+            except TimeoutError:  # half a message
+                self._launcher_gone(self._silent)
         self._watch_launcher()
         if patience is not None and patience.is_over(processor_sign(self.pid)):
-            silent = f"the launcher has given no sign of life for {self._answer_s:g} s"
-            self._launcher_gone(silent)
+            self._launcher_gone(self._silent)
         return None, []
 
     def _reap(self, flags: int) -> int | None:
@@ -302,19 +310,22 @@ class LauncherHandle:
                 self._launcher_gone(f"the launcher has been stopped for {stopped_s:.1f} s")
 
     def _launcher_gone(self, reason: str = "") -> NoReturn:
-        """Make sure the launcher is dead (its ranks die with it) and raise PeerLost."""
+        """Make sure the launcher is dead (its ranks die with it) and raise PeerLost.
+
+        The reason is how it died by itself, or else why it is killed here.
+        """
         deadline = time.monotonic() + (0.0 if reason else 1.0)
         while self._reap(os.WNOHANG) is None and time.monotonic() < deadline:
             time.sleep(0.002)
-        if self._exit_status is None:
+        status = self._exit_status
+        if status is None:
+            self._gone = reason or "the launcher has closed its channel without leaving"
             os.kill(self.pid, signal.SIGKILL)
             self._reap(0)
-        status = self._exit_status
-        if not reason and status is not None and os.WIFSIGNALED(status):
-            reason = f"the launcher was killed by {signal_text(os.WTERMSIG(status))}"
-        elif not reason and status is not None:
-            reason = f"the launcher left with exit code {os.WEXITSTATUS(status)}"
-        self._gone = reason
+        elif os.WIFSIGNALED(status):
+            self._gone = f"the launcher was killed by {signal_text(os.WTERMSIG(status))}"
+        else:
+            self._gone = f"the launcher left with exit code {os.WEXITSTATUS(status)}"
         self._channel.close()
         self._forget_epoch()
-        raise PeerLost(reason)
+        raise PeerLost(self._gone)

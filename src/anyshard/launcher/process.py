@@ -36,7 +36,16 @@ from anyshard.launcher.channel import (
     Started,
     Stop,
 )
-from anyshard.launcher.seat import Load, Progress, RankMain, Seat, Start, failure_text
+from anyshard.launcher.seat import (
+    REFUSALS,
+    Load,
+    Progress,
+    RankMain,
+    Seat,
+    Start,
+    error_text,
+    failure_text,
+)
 
 __all__ = ["die_with_parent", "run_launcher", "signal_text"]
 
@@ -248,6 +257,7 @@ def _leave_terminal() -> None:
 def _serve(channel: Channel, load: Load, rank_main: RankMain) -> int:
     try:
         state, payload = load(_percent_sender(channel))
+        launcher = _Launcher(channel, state, rank_main)
     except Exception as error:
         if isinstance(error, ChannelClosed):
             raise
@@ -256,7 +266,7 @@ def _serve(channel: Channel, load: Load, rank_main: RankMain) -> int:
     channel.send(Loaded(payload))
     gc.collect()
     gc.freeze()  # ranks share these pages; no later collection writes to them
-    return _Launcher(channel, state, rank_main).loop()
+    return launcher.loop()
 
 
 def _percent_sender(channel: Channel) -> Progress:
@@ -275,14 +285,12 @@ def _percent_sender(channel: Channel) -> Progress:
 
 def _failed(error: Exception) -> Failed:
     is_user = isinstance(error, UserError)
-    message = str(error)
-    if not isinstance(error, AnyshardError):
-        message = f"{type(error).__name__}: {error}"
+    is_clear = is_user or isinstance(error, REFUSALS)
     return Failed(
         is_user=is_user,
-        message=message,
+        message=error_text(error),
         exit_code=error.exit_code if isinstance(error, AnyshardError) else 1,
-        details="" if is_user else "".join(traceback.format_exception(error)),
+        details="" if is_clear else "".join(traceback.format_exception(error)),
     )
 
 
@@ -338,7 +346,7 @@ class _Launcher:
                 self._kill_epoch()
                 try:
                     self._begin(message)
-                except (AnyshardError, OSError, ValueError, OverflowError) as error:
+                except (AnyshardError, *REFUSALS, ValueError, OverflowError) as error:
                     self._kill_epoch()
                     self._channel.send(_failed(error))
             case _:
@@ -421,7 +429,8 @@ class _Launcher:
         try:
             self._rank_main(seat)
         except BaseException as error:  # noqa: BLE001  the launcher tells the front
-            traceback.print_exc()
+            if not isinstance(error, (AnyshardError, *REFUSALS)):
+                traceback.print_exc()
             text, blamed, exit_code = failure_text(error, rank=rank)
             seat.control.status.fail(text, blamed=blamed, exit_code=exit_code)
             return exit_code

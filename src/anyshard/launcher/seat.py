@@ -15,14 +15,18 @@ from anyshard.comm.solo import Solo
 from anyshard.errors import AnyshardError, PeerLost, UserError
 
 __all__ = [
+    "REFUSALS",
     "EpochSizes",
     "Load",
     "Progress",
     "RankMain",
     "Seat",
     "Start",
+    "error_text",
     "failure_text",
 ]
+
+REFUSALS = (OSError, MemoryError)  #: of the system; what was refused says all, no stack is needed
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -87,6 +91,15 @@ class Seat:
 RankMain = Callable[[Seat], None]
 
 
+def error_text(error: BaseException) -> str:
+    """What to say of an exception that nobody has handled."""
+    if isinstance(error, AnyshardError):
+        return str(error)
+    if isinstance(error, REFUSALS):
+        return f"the system refused: {str(error) or 'no memory is left'}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def failure_text(error: BaseException, *, rank: int) -> tuple[str, int, int]:
     """(one line, blamed rank, exit code) for an exception that ended `rank`.
 
@@ -96,7 +109,4 @@ def failure_text(error: BaseException, *, rank: int) -> tuple[str, int, int]:
     blamed = rank
     if isinstance(error, PeerLost) and error.rank is not None:
         blamed = error.rank
-    text = str(error).partition("\n")[0]
-    if not isinstance(error, AnyshardError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text, blamed, exit_code
+    return error_text(error).partition("\n")[0], blamed, exit_code

@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 from typing import Any, Literal
 
-from anyshard.errors import OptionError
+from anyshard.errors import AnyshardError, OptionError
 
 __all__ = [
     "Body",
@@ -44,13 +44,21 @@ def available_bodies() -> list[Body]:
 
 
 class Kernels:
-    """One body: the op classes of its module, and the pool that they share."""
+    """One body: the op classes of its module, and the pool that they share.
+
+    Raises: AnyshardError if the system refuses the pool its threads.
+    """
 
     def __init__(self, body: Body, *, threads: int, spin: bool) -> None:
         native = native_module()
         if body != "reference" and native is not None:
             self.module: Any = native
-            self.pool: Any = native.Pool(threads, body, spin)
+            try:
+                self.pool: Any = native.Pool(threads, body, spin)
+            except RuntimeError:  # EAGAIN of a limit on threads or memory
+                raise AnyshardError(
+                    f"{threads} threads could not be started; lower --threads"
+                ) from None
         else:
             self.module = importlib.import_module("anyshard.ops.reference")
             self.pool = self.module.Pool()
