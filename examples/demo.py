@@ -21,7 +21,8 @@ from pathlib import Path
 
 QUESTION = "What is the capital of France, and what is it known for?"
 NUM_TOKENS = 64
-PUBLISHED = "fc7c63b6a17598eee48f06f3679fe98d6953ec9171272b23a02bbb2c36b45b9f"  # of this question, on every machine
+# the digest of this question and number of tokens, on every machine
+PUBLISHED = "fc7c63b6a17598eee48f06f3679fe98d6953ec9171272b23a02bbb2c36b45b9f"
 BUSY = 0.2
 NUM_TOKENS_REFERENCE = 4  # without native kernels a token takes long
 DIFFERENCE_FOUND = 4
