@@ -7,7 +7,7 @@ what is wrong raises CheckpointError.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -218,7 +218,7 @@ def tokenizer_from_hf(directory: Path, *, vocab: int) -> Tokenizer:
     backend.add_special_tokens(commands)  # known ones keep their ids and lose their magic
     named = {name: _token_text(settings.get(f"{name}_token")) for name in ("bos", "eos")}
     bos_id = backend.token_to_id(named["bos"]) if named["bos"] is not None else None
-    eos_ids = set(_eos_ids(directory))
+    eos_ids = _eos_ids(directory, vocab)
     if not eos_ids and named["eos"] is not None:
         eos_ids = {i for i in [backend.token_to_id(named["eos"])] if i is not None}
     return Tokenizer(
@@ -257,15 +257,21 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _eos_ids(directory: Path) -> Iterable[int]:
+def _eos_ids(directory: Path, vocab: int) -> set[int]:
     """generation_config.json decides, then config.json; each has one id or a list."""
+    found: list[set[int]] = []
     for name in ("generation_config.json", "config.json"):
-        value = _optional_json(directory / name).get("eos_token_id")
-        listed = value if isinstance(value, list) else [value]
-        ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
-        if ids:
-            return ids
-    return []
+        path = directory / name
+        value = _optional_json(path).get("eos_token_id")
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        for i in listed:
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
+                raise CheckpointError(
+                    f"{path}: eos_token_id is {value!r:.40}; an integer from 0 to {vocab - 1}, "
+                    "or a list of such, is needed"
+                )
+        found.append(set(listed))
+    return found[0] or found[1]
 
 
 def _hf_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:

@@ -109,7 +109,8 @@ class Tokenizer:
         """
         if self._template is None:
             raise UserError(
-                f"{self._label}: has no chat template, which --chat needs; use raw prompts"
+                f"{self._label}: has no chat template, which chat and generate --chat need; "
+                "generate takes raw prompts without --chat"
             )
         _check_messages(messages)
         hidden = self._stand_ins(messages)
