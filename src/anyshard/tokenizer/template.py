@@ -16,7 +16,9 @@ from functools import cached_property
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anyshard.errors import CheckpointError, UserError
@@ -46,6 +48,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _GenerationMark(Extension):
+    """`{% generation %}` marks what a model learns from in training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 as the base class declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """One template; `label` names its file in messages."""
 
@@ -62,7 +75,9 @@ class ChatTemplate:
         if len(self.source) > _MAX_SOURCE:
             raise CheckpointError(f"{self._label}: the chat template exceeds {_MAX_SOURCE} bytes")
         sandbox = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationMark],
         )
         sandbox.filters["tojson"] = _to_json
         sandbox.globals["raise_exception"] = _raise
