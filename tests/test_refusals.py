@@ -203,6 +203,12 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
             model_directory(lambda d: (d / "model.safetensors").unlink()),
             "has neither model.safetensors nor",
         ),
+        "weights in pickles only": (
+            model_directory(
+                lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin") and None
+            ),
+            "are programs and are not read",
+        ),
         "no config.json": (
             model_directory(lambda d: (d / "config.json").unlink()),
             "has no config.json",

@@ -409,7 +409,7 @@ def test_hf_ids_that_end_an_answer_are_ids(tmp_path: Path, demo: Tokenizer, valu
         (
             {"model": "llama", "scores": (0.0,) * 3, "token_type": (1,) * 3}
             | {"tokens": ("a", "b", "x" * 2000)},
-            "item 2 of tokenizer.ggml.tokens has 2000 characters; at most 1024",
+            "item 2 of tokenizer.ggml.tokens has 2000 characters; at most 256",
         ),
         ({"pre": None}, "pre is None"),
         ({"tokens": (1, 2)}, "tokens is missing or no array of strings"),

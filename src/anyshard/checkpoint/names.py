@@ -221,8 +221,10 @@ def _read_shards(directory: Path) -> tuple[dict[str, SafeTensor], str]:
     if single.is_file():
         return read_safetensors(single), str(single)
     if not index.is_file():
+        pickles = any(directory.glob("*.bin")) or any(directory.glob("*.pth"))
+        hint = "; .bin and .pth files are programs and are not read" if pickles else ""
         raise CheckpointError(
-            f"{directory}: has neither model.safetensors nor model.safetensors.index.json"
+            f"{directory}: has neither model.safetensors nor model.safetensors.index.json{hint}"
         )
     weight_map: Any = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):

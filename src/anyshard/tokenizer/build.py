@@ -85,6 +85,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, label: str, vocab: int) 
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, bos_id)]
         )
+    texts = {f"{n}_token": tokens[i] for n, i in named.items() if i is not None}
+    for name, key in (("unk_token", "unknown"), ("pad_token", "padding")):
+        if (index := _token_id(get(f"{key}_token_id"), tokens, label, key)) is not None:
+            texts[name] = tokens[index]
     source = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
@@ -93,7 +97,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, label: str, vocab: int) 
         bos_id=bos_id,
         vocab=vocab,
         template=ChatTemplate(source, label=label) if isinstance(source, str) else None,
-        special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
+        special_tokens=texts,
         label=label,
         byte_level=kind == "gpt2",
     )
@@ -126,6 +130,7 @@ def _byte_level(ids: dict[str, int], merges: Any, pre: Any, label: str) -> token
 
 
 _NAMED: Final = ("bos", "eos", "eot", "eom")
+_HF_NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def _strings(value: Any, label: str, key: str) -> tuple[str, ...]:
@@ -228,10 +233,16 @@ def tokenizer_from_hf(directory: Path, *, vocab: int) -> Tokenizer:
         bos_id=bos_id,
         vocab=vocab,
         template=_hf_template(directory, settings),
-        special_tokens={f"{n}_token": text for n, text in named.items() if text is not None},
+        special_tokens=_special_texts(settings),
         label=str(directory),
         byte_level=byte_level,
     )
+
+
+def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a template may name: bos_token, eos_token and their like."""
+    texts = {f"{name}_token": _token_text(settings.get(f"{name}_token")) for name in _HF_NAMED}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _is_sentencepiece(decoder: Any) -> bool:

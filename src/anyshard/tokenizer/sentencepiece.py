@@ -20,7 +20,7 @@ __all__ = ["SPACE", "byte_of_piece", "sentencepiece_backend"]
 
 SPACE: Final = "\u2581"
 _NORMAL, _UNKNOWN = 1, 2  # values of tokenizer.ggml.token_type
-_MAX_PIECE: Final = 1024  # characters; the longest of known vocabularies have 48
+_MAX_PIECE: Final = 256  # characters; all cuts of one are tried, and known ones have some 50
 
 
 def sentencepiece_backend(

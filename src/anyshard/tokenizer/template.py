@@ -26,9 +26,10 @@ from itertools import starmap
 from typing import Any, Final, NoReturn
 
 import jinja2.debug  # noqa: F401 Jinja would import it at the first error, in the child
-from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.ext import LoopControlExtension
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, LoopControlExtension
 from jinja2.lexer import get_lexer
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anyshard.errors import CheckpointError, UserError
@@ -52,10 +53,24 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     lexer = cached_property(get_lexer)
 
 
+class _GenerationMark(Extension):
+    """`{% generation %}` marks what a model learns from in training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 as the base class declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @cache
 def _sandbox() -> _Sandbox:
     sandbox = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension], optimized=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[LoopControlExtension, _GenerationMark],
+        optimized=False,
     )
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise
