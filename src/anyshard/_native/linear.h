@@ -47,8 +47,13 @@ struct LaneTile {
   template <int... P>
   static ANYSHARD_INLINE void step(Vec (&acc)[T::kSize], const float* const (&x)[Rows],
                                    const uint8_t* const (&w)[Panels], ptrdiff_t k, Sequence<P...>) {
-    const Vec weights[Panels] = {Weights::get(w[P] + k * Weights::kBytes)...};
-    T::step(acc, x, k, weights, RowIndices{});
+    if constexpr (Rows == 1) {  // one by one: gcc spills eight weights that are widened first
+      const Vec value = broadcast(x[0][k]);
+      ((acc[P] = fma(value, Weights::get(w[P] + k * Weights::kBytes), acc[P])), ...);
+    } else {
+      const Vec weights[Panels] = {Weights::get(w[P] + k * Weights::kBytes)...};
+      T::step(acc, x, k, weights, RowIndices{});
+    }
   }
 
   // Into L2: the lines that a group will need when its turn comes, after this one.
@@ -117,6 +122,12 @@ struct Q8Tile {
     T::step(acc, x, Byte, weights, RowIndices{});
   }
 
+  // A line holds four k of a pair.
+  template <int P>
+  static ANYSHARD_INLINE void prefetch(const uint8_t* ahead) {
+    if (P % 2 == 0) __builtin_prefetch(ahead, 0, 2);
+  }
+
   template <bool Asks, int... R, int... P>
   static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
                                   Sequence<P...> panels) {
@@ -133,7 +144,7 @@ struct Q8Tile {
       for (int k = program.lengths[leaf]; k > 0; k -= kQ8Inputs) {
         const Vec scales[Panels] = {q8_scales(w[P], (P + odd) % 2)...};
         for (int group = 0; group < kQ8Inputs; group += kQ8Group) {
-          if (Asks) (__builtin_prefetch(w[P] + work.ahead.bytes, 0, 2), ...);
+          if (Asks) (prefetch<P>(w[P] + work.ahead.bytes), ...);
           step<0>(acc, x, w, scales, panels);
           step<1>(acc, x, w, scales, panels);
           step<2>(acc, x, w, scales, panels);
@@ -176,13 +187,18 @@ using Bfloat16Tile = LaneTile<Bfloat16, Rows, Panels>;
 template <int Rows, int Panels>
 using Float16Tile = LaneTile<Float16, Rows, Panels>;
 
-inline const TileTable& tiles_of(Storage storage) {
+inline TileFunction tile_of(Storage storage, int rows, int panels) {
+  const TileTable* tiles = &kTiles<Float32Tile>;
   if constexpr (kWidensInTiles) {
-    if (storage == Storage::kBfloat16) return kTiles<Bfloat16Tile>;
-    if (storage == Storage::kFloat16) return kTiles<Float16Tile>;
-    if (storage == Storage::kQ8) return kTiles<Q8Tile>;
+    if (panels == kNarrowPanels) {
+      return storage == Storage::kBfloat16 ? Bfloat16Tile<1, kNarrowPanels>::leaves
+                                           : Float16Tile<1, kNarrowPanels>::leaves;
+    }
+    if (storage == Storage::kBfloat16) tiles = &kTiles<Bfloat16Tile>;
+    if (storage == Storage::kFloat16) tiles = &kTiles<Float16Tile>;
+    if (storage == Storage::kQ8) tiles = &kTiles<Q8Tile>;
   }
-  return kTiles<Float32Tile>;
+  return (*tiles)[rows - 1][panels - 1];
 }
 
 // Whether a group of panels is widened once for all rows that pass over it.
@@ -228,28 +244,29 @@ constexpr size_t kShortStream = 24576;
 
 // Which part of the next group's weights a tile asks for. Several tiles: the first ones, one line
 // each, so that memory works while the rest compute from L2 (8 rows: 46 -> 88 GFLOP/s). A single
-// tile is bound by memory: asking helps where streams are short (1 row, K = 576: +8..14 %) or rows
-// share the wait (4 rows: +2..26 %), and costs 5 % elsewhere.
+// tile is bound by memory: asking helps float32 where streams are short (1 row, K = 576: +8..14 %)
+// or rows share the wait (4 rows: +2..26 %), and costs 5 % elsewhere; it helps what is narrower
+// (K = 4864: Q8_0 +20 % at 1 row, 16-bit +20 % at 2).
 inline Ahead ahead_of(int tile, int num_tiles, int tile_rows, const PanelSpan& span) {
   if (span.next == 0) return {0, 0};
-  const int lines = span.storage == Storage::kFloat32 ? 2 : 1;  // in four k
+  const bool narrow = span.storage != Storage::kFloat32;
+  const int lines = narrow ? 1 : 2;  // in four k
   if (num_tiles > 1) return {span.next + tile * kLineBytes, tile < lines ? 1 : 0};
-  return {span.next, tile_rows > kFewRows || span.length <= kShortStream ? lines : 0};
+  return {span.next, narrow || tile_rows > kFewRows || span.length <= kShortStream ? lines : 0};
 }
 
 // A block of rows against one group of panels, four rows at a time.
 inline void linear_block(const Linear& linear, const float* x, size_t x_stride, int row_start,
                          int num_rows, const PanelSpan& span, const Target& target) {
   alignas(32) float stack[static_cast<size_t>(kMaxDepth) * kMaxTile * kLanes];
-  const TileTable& tiles = tiles_of(span.storage);
   const int num_tiles = (num_rows + 3) / 4;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int row = rows_before(tile, num_tiles, num_rows);
     const int tile_rows = rows_before(tile + 1, num_tiles, num_rows) - row;
-    tiles[tile_rows - 1][span.count - 1]({linear.program,
-                                          x + static_cast<size_t>(row_start + row) * x_stride,
-                                          static_cast<ptrdiff_t>(x_stride), span,
-                                          ahead_of(tile, num_tiles, tile_rows, span), stack});
+    tile_of(span.storage, tile_rows,
+            span.count)({linear.program, x + static_cast<size_t>(row_start + row) * x_stride,
+                         static_cast<ptrdiff_t>(x_stride), span,
+                         ahead_of(tile, num_tiles, tile_rows, span), stack});
     emit(linear, target, stack, row_start + row, tile_rows, span.first, span.count);
   }
 }
@@ -285,15 +302,18 @@ inline PanelSpan widened_span(const Linear& linear, int first, int count, float*
 
 inline void linear(const Linear& args, const float* x, size_t x_stride, int num_rows,
                    int panel_start, int panel_stop, const Target& target, float* scratch) {
-  const int group = panel_group(num_rows);
   const bool widen = widens_first(args.storage, num_rows);
+  const int group = panel_group(widen ? Storage::kFloat32 : args.storage, num_rows);
   for (int row = 0; row < num_rows; row += kRowBlock) {
     const int rows = num_rows - row < kRowBlock ? num_rows - row : kRowBlock;
-    for (int panel = panel_start; panel < panel_stop; panel += group) {
-      const int count = panel_stop - panel < group ? panel_stop - panel : group;
+    for (int panel = panel_start; panel < panel_stop;) {
+      const int rest = panel_stop - panel;
+      const int most = rest < group && group > kMostPanels ? kMostPanels : group;
+      const int count = rest < most ? rest : most;
       const PanelSpan span = widen ? widened_span(args, panel, count, scratch)
                                    : stored_span(args, panel, count, panel_stop);
       linear_block(args, x, x_stride, row, rows, span, target);
+      panel += count;
     }
   }
 }

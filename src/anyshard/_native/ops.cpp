@@ -117,7 +117,7 @@ void Qkv::run(int rows) {
     }
   };
   pool_.run({norm_.phase(pool_, rows),
-             {num_panels, pool_.chunk(num_panels, panel_group(rows))},
+             {num_panels, pool_.chunk(num_panels, panel_group(q_.linear().storage, rows))},
              {num_places, pool_.chunk(num_places, 1)}},
             work);
 }

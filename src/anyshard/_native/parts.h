@@ -41,7 +41,7 @@ class BoundLinear {
   const float* bias() const { return bias_.floats(); }
   // The phase that computes it for some rows: an item is a panel.
   Phase phase(const Pool& pool, int num_rows) const {
-    return {num_panels(), pool.chunk(num_panels(), panel_group(num_rows))};
+    return {num_panels(), pool.chunk(num_panels(), panel_group(linear_.storage, num_rows))};
   }
   // What it wants of a thread's own scratch.
   size_t scratch_floats() const { return whole_lines(linear_scratch(linear_)); }
