@@ -28,7 +28,7 @@ from anyshard.ops.storage import pack_lanes, pack_q8_0, unpack
 Stored = npt.NDArray[Any]
 
 STORAGES = ("bf16", "f16", "q8_0")
-ROWS = (*range(1, 10), 23, 24, 31, 32, 33, 67)
+ROWS = (*range(1, 10), 23, 24, 31, 32, 33, 63, 67)
 
 
 def stored(storage: str, rng: np.random.Generator, num_rows: int, num_columns: int) -> Stored:

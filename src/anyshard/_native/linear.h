@@ -116,43 +116,39 @@ struct Q8Tile {
 
   template <int Byte, int... P>
   static ANYSHARD_INLINE void step(Vec (&acc)[T::kSize], const float* const (&x)[Rows],
-                                   const uint8_t* const (&w)[Panels], const Vec (&scales)[Panels],
+                                   const IntVec (&group)[Panels], const Vec (&scales)[Panels],
                                    Sequence<P...>) {
-    const Vec weights[Panels] = {q8_weights<Byte>(q8_group(w[P]), scales[P])...};
+    const Vec weights[Panels] = {q8_weights<Byte>(group[P], scales[P])...};
     T::step(acc, x, Byte, weights, RowIndices{});
   }
 
-  // A line holds four k of a pair.
-  template <int P>
-  static ANYSHARD_INLINE void prefetch(const uint8_t* ahead) {
-    if (P % 2 == 0) __builtin_prefetch(ahead, 0, 2);
-  }
-
-  template <bool Asks, int... R, int... P>
-  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
-                                  Sequence<P...> panels) {
+  // Odd: the first panel is the second of its pair. Each pair has one pointer.
+  template <bool Odd, int... R, int... P, int... Pair>
+  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows, Sequence<P...> panels,
+                                  Sequence<Pair...> pairs) {
     const LeafProgram& program = work.program;
-    const int odd = work.span.first % 2;
+    const ptrdiff_t ahead = work.ahead.bytes;  // 0: a line that is here already
     float* stack = work.stack;
     const float* x[Rows] = {(work.x + R * work.x_stride)...};
-    const uint8_t* pairs = work.span.weights - odd * kQ8PanelBytes;
-    const uint8_t* w[Panels] = {
-        (pairs + (P + odd) / 2 * work.span.stride + (P + odd) % 2 * kQ8PanelBytes)...};
+    const uint8_t* first = work.span.weights - Odd * kQ8PanelBytes;
+    const uint8_t* w[sizeof...(Pair)] = {(first + Pair * work.span.stride)...};
     for (int leaf = 0; leaf < program.num_leaves; ++leaf) {
       Vec acc[T::kSize];
       T::clear(acc, typename T::AllIndices{});
       for (int k = program.lengths[leaf]; k > 0; k -= kQ8Inputs) {
-        const Vec scales[Panels] = {q8_scales(w[P], (P + odd) % 2)...};
-        for (int group = 0; group < kQ8Inputs; group += kQ8Group) {
-          if (Asks) (prefetch<P>(w[P] + work.ahead.bytes), ...);
-          step<0>(acc, x, w, scales, panels);
-          step<1>(acc, x, w, scales, panels);
-          step<2>(acc, x, w, scales, panels);
-          step<3>(acc, x, w, scales, panels);
+        const Vec scales[Panels] = {q8_scales(w[(P + Odd) / 2], (P + Odd) % 2)...};
+        for (int g = 0; g < kQ8Inputs; g += kQ8Group) {
+          (__builtin_prefetch(w[Pair] + ahead, 0, 2), ...);
+          const IntVec group[Panels] = {
+              q8_group(w[(P + Odd) / 2] + (P + Odd) % 2 * kQ8PanelBytes)...};
+          step<0>(acc, x, group, scales, panels);
+          step<1>(acc, x, group, scales, panels);
+          step<2>(acc, x, group, scales, panels);
+          step<3>(acc, x, group, scales, panels);
           T::advance(x, kQ8Group, rows);
-          T::advance(w, kQ8GroupBytes, panels);
+          T::advance(w, kQ8GroupBytes, pairs);
         }
-        T::advance(w, kQ8Bytes - kQ8Values, panels);
+        T::advance(w, kQ8Bytes - kQ8Values, pairs);
       }
       stack = T::close_leaf(acc, program.merges[leaf], stack);
     }
@@ -161,10 +157,10 @@ struct Q8Tile {
   static __attribute__((noinline)) void leaves(const TileWork& work) {
     constexpr RowIndices rows{};
     constexpr typename T::PanelIndices panels{};
-    if (work.ahead.lines != 0) {
-      run<true>(work, rows, panels);
+    if (work.span.first % 2 != 0) {
+      run<true>(work, rows, panels, typename CountTo<Panels / 2 + 1>::type{});
     } else {
-      run<false>(work, rows, panels);
+      run<false>(work, rows, panels, typename CountTo<(Panels + 1) / 2>::type{});
     }
   }
 };
@@ -204,7 +200,7 @@ inline TileFunction tile_of(Storage storage, int rows, int panels) {
 // Whether a group of panels is widened once for all rows that pass over it.
 inline bool widens_first(Storage storage, int num_rows) {
   if (storage == Storage::kFloat32) return false;
-  return !kWidensInTiles || (storage == Storage::kQ8 && num_rows >= kManyRows);
+  return !kWidensInTiles || num_rows >= (storage == Storage::kQ8 ? kManyRowsQ8 : kManyRows);
 }
 
 // Stack entries [0, num_nodes) of a tile go to their rows and outputs.

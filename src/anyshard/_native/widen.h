@@ -21,11 +21,11 @@ constexpr int kQ8Group = 4;  // k that lie side by side
 constexpr ptrdiff_t kQ8GroupBytes = 2 * kLanes * kQ8Group;
 constexpr ptrdiff_t kQ8PanelBytes = kLanes * kQ8Group;  // of the group, one of the two panels'
 
-// Scales of the panel whose block begins at `w`, first or second of its pair. q * scale is q *
-// 2^24, as the byte at the top of an integer reads, times scale * 2^-24: both exact, and so is the
-// product (19 bits).
+// Scales of a panel, the first or second of the pair whose block begins at `w`. q * scale is
+// q * 2^24, as the byte at the top of an integer reads, times scale * 2^-24: both exact, and so is
+// the product (19 bits).
 ANYSHARD_INLINE Vec q8_scales(const uint8_t* w, int half) {
-  return mul(load_float16(w + kQ8Values - half * kQ8PanelBytes / 2), broadcast(0x1p-24f));
+  return mul(load_float16(w + kQ8Values + half * 2 * kLanes), broadcast(0x1p-24f));
 }
 template <int Byte>
 ANYSHARD_INLINE Vec q8_weights(IntVec group, Vec scales) {
@@ -50,7 +50,7 @@ inline void widen_lanes(const uint8_t* w, int num_inputs, float* out) {
 
 inline void widen_q8(const uint8_t* w, int half, int num_inputs, float* out) {
   for (int k = 0; k < num_inputs; k += kQ8Inputs, w += kQ8Bytes) {
-    const Vec scales = q8_scales(w, half);
+    const Vec scales = q8_scales(w - half * kQ8PanelBytes, half);
     for (int g = 0; g < kQ8Inputs / kQ8Group; ++g, out += kQ8Group * kLanes) {
       const IntVec group = q8_group(w + g * kQ8GroupBytes);
       store(out, q8_weights<0>(group, scales));
