@@ -199,6 +199,9 @@ class Terminal:
 
     def interrupt(self) -> None:
         """What a terminal does at Ctrl-C; the ranks hear it too."""
+        # CPython's readline loses a signal that comes between its prompt and its select, within
+        # the first millisecond, until the next key (seen under strace); nobody types that fast
+        time.sleep(0.3)
         os.killpg(self.process.pid, signal.SIGINT)
 
 
