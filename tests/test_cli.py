@@ -144,6 +144,7 @@ REFUSALS = [
     (("--prompt", "x", "--max-model-len", "9999"), "8192"),
     (("--no-such-flag",), "--no-such-flag"),
     (("--prompts", "/no/such/file"), "cannot be read"),
+    (("--prompts", "/dev/zero"), "holds more than"),
 ]  # fmt: skip
 
 
@@ -283,4 +284,16 @@ def test_nothing_is_left_however_the_command_ends(victim: str) -> None:
         }[victim]
     )
     assert b"Traceback" not in errors
+    if victim == "interrupt":
+        assert errors.endswith(b"anyshard: interrupted; all ranks are ended\n")
     assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+def test_a_text_that_no_context_holds_is_refused_unread(tmp_path: Path) -> None:
+    """21 MB take the tokenizer half a minute, in which it hears no Ctrl-C."""
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps("ab " * 7_000_000), encoding="utf-8")
+    start = time.monotonic()
+    done = run("generate", "--prompts", str(file))
+    assert time.monotonic() - start < 15
+    assert done.returncode == 2 and "a prompt of 21000000 bytes" in done.stderr
