@@ -1,13 +1,15 @@
 """anyshard as an arm of the benchmark: the engine of the command line, kept warm.
 
-    python arm_anyshard.py TP THREADS      ranks are forked processes, as in production
+    python arm_anyshard.py TP THREADS [MODEL]      ranks are forked processes, as in production
 
 Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens", "first_s",
-"rest_s"}: greedy, batch of one, logits handed to the front as `anyshard generate` does.
+"rest_s", "logits_sha256"}: greedy, batch of one, logits handed to the front and hashed as
+`anyshard generate` does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -31,20 +33,24 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     start = time.perf_counter()
     engine.submit(Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=True))
     tokens: list[int | None] = []
+    digest = hashlib.sha256()
     first_s = 0.0
     for event in engine.run():
         if not tokens:
             first_s = time.perf_counter() - start
         tokens.append(event.token)
+        digest.update(event.logits.tobytes() if event.logits is not None else b"")
     rest_s = time.perf_counter() - start - first_s
-    return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s}
+    sha256 = digest.hexdigest()
+    return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s, "logits_sha256": sha256}
 
 
 def main() -> None:
     tp, threads = int(sys.argv[1]), int(sys.argv[2])
-    group = fork_launcher(loader(None, threads=os.cpu_count() or 1), rank_main)
+    model = sys.argv[3] if len(sys.argv) > 3 else None
+    group = fork_launcher(loader(model, threads=os.cpu_count() or 1), rank_main)
     try:
-        config, profile = open_checkpoint(None).config, f32_profile()
+        config, profile = open_checkpoint(model).config, f32_profile()
         layout = plan(config, tp=tp, leaf=profile.leaf)
         group.wait_loaded()
         options = EngineOptions(threads=threads, max_num_seqs=1, max_model_len=CONTEXT)

@@ -32,6 +32,7 @@ from typing import Any
 
 from anyshard.checkpoint import Checkpoint, open_checkpoint
 from anyshard.checkpoint.names import hf_name
+from anyshard.config import ModelConfig
 from anyshard.tokenizer import open_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -95,8 +96,17 @@ def peer_environment(folder: Path) -> Path:
 
 def write_weights(checkpoint: Checkpoint, directory: Path) -> None:
     """The model as an HF directory: the float32 values that anyshard computes with."""
-    c = checkpoint.config
-    raw = {
+    (directory / "config.json").write_text(json.dumps(raw_config(checkpoint.config)))
+    shapes = {hf_name(name): shape for name, shape in checkpoint.config.tensor_shapes().items()}
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(safetensors_header(shapes))
+        for name in checkpoint.config.tensor_shapes():
+            file.write(checkpoint.read(name).tobytes())
+
+
+def raw_config(c: ModelConfig) -> dict[str, object]:
+    """`config.json` of a Llama, as transformers reads it."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -112,21 +122,17 @@ def write_weights(checkpoint: Checkpoint, directory: Path) -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
         "tie_word_embeddings": c.tied,
     }
-    (directory / "config.json").write_text(json.dumps(raw))
-    shapes = {hf_name(name): shape for name, shape in c.tensor_shapes().items()}
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(safetensors_header(shapes))
-        for name in c.tensor_shapes():
-            file.write(checkpoint.read(name).tobytes())
 
 
-def safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """Length and JSON of a file that holds float32 tensors of these shapes, in this order."""
+def safetensors_header(
+    shapes: dict[str, tuple[int, ...]], *, dtype: str = "F32", item_bytes: int = 4
+) -> bytes:
+    """Length and JSON of a file that holds tensors of these shapes, in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        start, end = end, end + item_bytes * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -246,11 +252,13 @@ def results(rates: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     return rows
 
 
+def shown(s: dict[str, float], form: str) -> str:
+    """`2.20 (2.11–2.31)`."""
+    return f"{s['median']:{form}} ({s['least']:{form}}–{s['most']:{form}})"
+
+
 def table(found: dict[str, Any]) -> str:
     """Markdown, with the machine and the date below."""
-
-    def shown(s: dict[str, float], form: str) -> str:
-        return f"{s['median']:{form}} ({s['least']:{form}}–{s['most']:{form}})"
 
     lines = [
         "| SmolLM2-135M, f32, batch 1 | anyshard tok/s | HF tok/s | ratio |",

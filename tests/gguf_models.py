@@ -94,7 +94,7 @@ def write_gguf_model(
 ) -> dict[str, F32]:
     """Write a model without a tokenizer; returns canonical name to float32 weights, HF order.
 
-    `weights` are written as float32. Without them matrices are random blocks of `kind`. `extra`
+    Matrices of `weights` are quantised to `kind`; without them they are random blocks. `extra`
     are further tensors by their file name; `split_tensors` makes parts of so many tensors.
     """
     writer = gguf.GGUFWriter(path, config.architecture, split_max_tensors=split_tensors)
@@ -108,9 +108,11 @@ def write_gguf_model(
         heads = heads_of(config, name)
         number = gguf.GGMLQuantizationType[kind if len(shape) == 2 else "F32"]
         if weights is not None:
-            wide[name] = weights[name]
-            stored = permuted(wide[name], heads) if heads else wide[name]
-            number = gguf.GGMLQuantizationType.F32
+            stored = permuted(weights[name], heads) if heads else weights[name]
+            if len(shape) == 2 and kind != "F32":
+                stored = gguf.quantize(stored, number)
+            found = gguf.dequantize(stored, number)
+            wide[name] = restored(found, heads) if heads else found
         elif len(shape) == 1:
             base = 1 if name.endswith("norm") else 0
             wide[name] = (base + 0.1 * rng.normal(0, 1, shape)).astype(np.float32)

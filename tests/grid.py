@@ -40,6 +40,7 @@ from anyshard.layout import Layout, plan
 from anyshard.ledger import StepShape, WireCost, wire_cost
 from anyshard.model import Program, Weight, program
 from anyshard.ops import KernelChoice
+from anyshard.ops.storage import Panels, panel_cut
 from anyshard.request import Request, Sampling
 from anyshard.tokenizer import open_tokenizer
 from anyshard.worker import RankPlan, Served, Worker, rank_main
@@ -248,19 +249,31 @@ class ShareImage:
     """
 
     def __init__(self, image: WeightImage, program: Program) -> None:
-        self._image, self.directory = image, image.directory
+        self._image, self.directory, self.storage = image, image.directory, image.storage
         self._weights = {weight for op in program.ops for weight in op.weights}
 
-    def panels(self, name: str) -> F32:
+    def panels(self, name: str) -> Panels:
         """Panels of the tensor, filled where the program says."""
         whole = self._image.panels(name)
-        share: F32 = np.full_like(whole, np.nan)
+        if self.storage[name] == "q8_0":
+            return self._blocks(name, whole)
+        share = np.empty_like(whole)
+        share.view(np.uint8)[:] = 0xFF  # a NaN in every float type
         row_of = np.arange(len(whole) * 8).reshape(-1, 1, 8)
         for weight in self._mine(name):
             assert weight.columns is not None
             columns = slice(*weight.columns)
             mine = (row_of >= weight.rows[0]) & (row_of < weight.rows[1])
             share[:, columns] = np.where(mine, whole[:, columns], share[:, columns])
+        return share
+
+    def _blocks(self, name: str, whole: Panels) -> Panels:
+        """Whole blocks of 16 rows: what cuts them falls between blocks, and the end is padding."""
+        share = np.full_like(whole, 0xFF)  # scales are NaN
+        for weight in self._mine(name):
+            assert weight.columns is not None
+            here = panel_cut(whole, weight.rows, weight.columns)
+            panel_cut(share, weight.rows, weight.columns)[:] = here
         return share
 
     def vector(self, name: str) -> F32:
@@ -347,7 +360,13 @@ def run_cell(
             collected[event.request_id].add(event)
         statuses = engine.control.statuses()
         costs = [wire_cost(each, steps) for each in engine.programs]
-        weight_bytes = [each.weight_bytes for each in engine.programs]
+        weight_bytes = [
+            program(
+                *(model.served.config, model.served.profile, engine.layout, rank),
+                storage=model.served.image.storage,
+            ).weight_bytes
+            for rank in range(engine.layout.world)
+        ]
         engine.close()
     finally:
         group.close()

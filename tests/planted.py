@@ -51,8 +51,12 @@ class AlteredOps:
 
 
 def naive_sum(num_k: int, parts: int) -> Sum:
-    """K in `parts` equal shares, each one running chain; the partials added left to right."""
-    bounds = [num_k * part // parts for part in range(parts + 1)]
+    """K in `parts` equal shares, each one running chain; the partials added left to right.
+
+    Equal up to a block of 32, which no chain may cut where weights are held as Q8_0.
+    """
+    unit = 32 if num_k >= 32 * parts else 1
+    bounds = [num_k * part // parts // unit * unit for part in range(parts)] + [num_k]
     lengths = tuple(high - low for low, high in pairwise(bounds) if high > low)
     return Sum(lengths, (0, *[1] * (len(lengths) - 1)) if lengths else ())
 

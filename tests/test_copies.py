@@ -6,6 +6,7 @@ The copies are half a gigabyte each and are written under tmp_path.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from models import hf_config
 from safetensors.numpy import save_file
 from test_checkpoint_gguf import needs_demo
 
-from anyshard.checkpoint import Checkpoint, open_checkpoint
+from anyshard.checkpoint import Checkpoint, WeightImage, build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
 
 pytestmark = [needs_demo, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,6 +36,28 @@ def write_gguf(path: Path, checkpoint: Checkpoint) -> str:
     weights = {name: checkpoint.read(name) for name in checkpoint.config.tensor_shapes()}
     write_gguf_model(path, checkpoint.config, weights=weights)
     return str(path)
+
+
+def resident(image: WeightImage) -> int:
+    """Bytes of memory that hold the image, whole pages."""
+    return 512 * os.fstat(image.fd).st_blocks
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
+def test_a_stored_type_has_the_digest_of_its_float32_copy(kind: str, tmp_path: Path) -> None:
+    demo = open_checkpoint(None)
+    weights = {name: demo.read(name) for name in demo.config.tensor_shapes()}
+    wide = write_gguf_model(tmp_path / "m.gguf", demo.config, weights=weights, kind=kind)
+    write_gguf_model(tmp_path / "f32.gguf", demo.config, weights=wide)
+    narrow, copy = (open_checkpoint(str(tmp_path / f"{name}.gguf")) for name in ("m", "f32"))
+    file_bytes = (tmp_path / "m.gguf").stat().st_size
+    before = digest(narrow)
+    image = build_image(narrow, threads=2)
+    assert set(image.storage.values()) == {"float32", "q8_0" if kind == "Q8_0" else "bfloat16"}
+    assert image.bytes <= resident(image) <= 1.1 * file_bytes
+    image.close()
+    (tmp_path / "m.gguf").unlink()
+    assert digest(copy) == before
 
 
 def digest(checkpoint: Checkpoint) -> str:

@@ -50,6 +50,9 @@ def packed(checkpoint: Checkpoint, **options: Any) -> WeightImage:
     return build_image(checkpoint, **{"threads": 1, "kernels": "reference", **options})
 
 
+_HELD = {"Q8_0": "q8_0", "F16": "float16", "BF16": "bfloat16"}
+
+
 def test_panels_hold_every_weight_at_its_place(tiny: Checkpoint) -> None:
     image = packed(tiny)
     for name, shape in TINY.tensor_shapes().items():
@@ -60,13 +63,16 @@ def test_panels_hold_every_weight_at_its_place(tiny: Checkpoint) -> None:
             assert np.array_equal(image.vector(name), weight)
             continue
         assert place.offset % 4096 == 0
+        assert np.array_equal(image.matrix(name), weight)
         panels = image.panels(name)
+        assert place.storage == _HELD.get(tiny.sources[name].type, "float32")
+        if place.storage != "float32":
+            continue  # blocks and halves: test_stored.py
         assert panels.shape == (-(-shape[0] // 8), shape[1], 8)
         assert panels.strides == (shape[1] * 32, 32, 4)
         for n in range(shape[0]):
             assert np.array_equal(panels[n // 8, :, n % 8], weight[n])
         assert not panels.reshape(-1, shape[1], 8)[shape[0] // 8 :, :, shape[0] % 8 or 8 :].any()
-        assert np.array_equal(image.matrix(name), weight)
 
 
 def test_cuts_are_views(adversarial: Checkpoint) -> None:

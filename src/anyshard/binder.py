@@ -20,6 +20,7 @@ from anyshard.model import Op, Program, Weight
 from anyshard.ops import Kernels
 from anyshard.ops.coefficients import LOG2_E
 from anyshard.ops.exact import F32, I32
+from anyshard.ops.storage import Panels, panel_cut
 
 __all__ = ["Binder", "FaultCode", "Workspace"]
 
@@ -90,12 +91,9 @@ class Binder:
         bound: Callable[[Op], Callable[[int], None]] = getattr(self, f"_{op.kind}")
         return bound(op)
 
-    def _matrix(self, weight: Weight) -> F32:
-        """Panels of a cut: whole panels of its rows, a stride of its columns."""
-        assert weight.columns is not None and weight.rows[0] % 8 == 0
-        panels = self.w.image.panels(weight.name)
-        rows = slice(weight.rows[0] // 8, -(-weight.rows[1] // 8))
-        return panels[rows, weight.columns[0] : weight.columns[1]]
+    def _matrix(self, weight: Weight) -> Panels:
+        assert weight.columns is not None
+        return panel_cut(self.w.image.panels(weight.name), weight.rows, weight.columns)
 
     def _vector(self, weight: Weight) -> F32:
         return self.w.image.vector(weight.name)[weight.rows[0] : weight.rows[1]]

@@ -21,6 +21,7 @@ from anyshard.errors import LayoutError
 __all__ = ["Layout", "Span", "Tree", "even_spans", "ffn_tree", "head_tree", "hidden_tree", "plan"]
 
 Span = tuple[int, int]
+VOCAB_UNIT = 16  # rows: a block of Q8_0 holds two panels
 
 
 def _internal_nodes(low: int, high: int) -> list[Span]:
@@ -341,21 +342,22 @@ def plan(
             f"--pipeline-parallel-size {pp} is not possible: the model has {config.num_layers} "
             f"layers, so 1 to {config.num_layers} stages can share them"
         )
-    panels = -(-config.vocab // 8)
+    pairs = -(-config.vocab // VOCAB_UNIT)
     if heads is None:
         head_spans = _cut_heads(config, tp)
         ffn_spans = _cut_ffn(config, leaf, tp)
-        panel_spans = even_spans(panels, tp)
+        pair_spans = even_spans(pairs, tp)
     else:
         starts = _starts(ffn_tree(config, leaf).leaf_lengths)
         head_spans = tuple(pairwise([0, *accumulate(heads)]))
         ffn_spans = tuple(pairwise([starts[leaf_] for leaf_ in _in_ratio(heads, len(starts) - 1)]))
-        panel_spans = tuple(pairwise(_in_ratio(heads, panels)))
+        pair_spans = tuple(pairwise(_in_ratio(heads, pairs)))
     return Layout(
         heads=head_spans,
         ffn=ffn_spans,
         vocab=tuple(
-            (min(8 * low, config.vocab), min(8 * high, config.vocab)) for low, high in panel_spans
+            (min(VOCAB_UNIT * low, config.vocab), min(VOCAB_UNIT * high, config.vocab))
+            for low, high in pair_spans
         ),
         layers=(
             even_spans(config.num_layers, pp)

@@ -10,11 +10,13 @@ columns here, V vocabulary rows here. Layer numbers are global on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from anyshard.config import ModelConfig, Profile
 from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
+from anyshard.ops.storage import Storage, stored_bytes
 
 __all__ = ["FLOAT_BYTES", "Op", "OpKind", "Program", "Sum", "Weight", "program"]
 
@@ -45,12 +47,13 @@ class Weight:
     name: str
     rows: Span
     columns: Span | None = None
+    storage: Storage = "float32"
 
     @property
     def bytes(self) -> int:
-        """Float32 bytes of the cut."""
+        """Bytes of the cut as it is held."""
         columns = 1 if self.columns is None else self.columns[1] - self.columns[0]
-        return (self.rows[1] - self.rows[0]) * columns * FLOAT_BYTES
+        return stored_bytes(self.storage, (self.rows[1] - self.rows[0]) * columns)
 
 
 @dataclass(frozen=True)
@@ -157,13 +160,23 @@ class Program:
         return sum(weight.bytes for weight in seen)
 
 
-def program(config: ModelConfig, profile: Profile, layout: Layout, rank: int) -> Program:
+def program(
+    config: ModelConfig,
+    profile: Profile,
+    layout: Layout,
+    rank: int,
+    *,
+    storage: Mapping[str, Storage] | None = None,
+) -> Program:
     """The ops of one rank for one step of any number of rows.
+
+    `storage`: how the image holds tensors, by name; float32 where it says nothing. It decides
+    byte counts only.
 
     Held by: test_model.py (every weight element is owned once per stage; layouts tile).
     """
     stage, tp_index = layout.coordinates(rank)
-    builder = _Builder(config, profile, layout, tp_index)
+    builder = _Builder(config, profile, layout, tp_index, storage or {})
     first, last = stage == 0, stage == layout.pp - 1
     ops: list[Op] = [builder.embed() if first else builder.hop("receive")]
     for layer in range(*layout.layers[stage]):
@@ -177,9 +190,15 @@ class _Builder:
     """Turns config and layout into ops for one TP index; holds only what several ops need."""
 
     def __init__(
-        self, config: ModelConfig, profile: Profile, layout: Layout, tp_index: int
+        self,
+        config: ModelConfig,
+        profile: Profile,
+        layout: Layout,
+        tp_index: int,
+        storage: Mapping[str, Storage],
     ) -> None:
         self.config = config
+        self.storage = storage
         self.layout = layout
         self.tp_index = tp_index
         self.heads = layout.heads[tp_index]
@@ -196,7 +215,7 @@ class _Builder:
 
     def embed(self) -> Op:
         config = self.config
-        table = Weight("embed", (0, config.vocab), (0, config.hidden))
+        table = self._weight("embed", (0, config.vocab), (0, config.hidden))
         return Op(kind="embed", layer=-1, outputs=config.hidden, weights=(table,))
 
     def hop(self, kind: Literal["send", "receive"]) -> Op:
@@ -209,10 +228,13 @@ class _Builder:
             receivers=1 if sends else 0,
         )
 
+    def _weight(self, name: str, rows: Span, columns: Span) -> Weight:
+        return Weight(name, rows, columns, self.storage.get(name, "float32"))
+
     def _matrix(
         self, layer: int, name: str, rows: Span, columns: Span, *, bias: bool
     ) -> tuple[Weight, ...]:
-        matrix = Weight(f"layers.{layer}.{name}", rows, columns)
+        matrix = self._weight(f"layers.{layer}.{name}", rows, columns)
         return (matrix, Weight(f"layers.{layer}.{name}_bias", rows)) if bias else (matrix,)
 
     def _head_norms(self, layer: int) -> tuple[Weight, ...]:
@@ -321,7 +343,7 @@ class _Builder:
                     kind=linear,
                     layer=layer,
                     outputs=nodes_per_rank[self.tp_index] * width,
-                    weights=(Weight(f"layers.{layer}.{weight}", hidden, mine),),
+                    weights=(self._weight(f"layers.{layer}.{weight}", hidden, mine),),
                     sum=Sum(tree.leaf_lengths[slice(*here)], tree.merges(here)),
                     flop=2 * (mine[1] - mine[0]) * width,
                 )
@@ -363,7 +385,7 @@ class _Builder:
                     kind="head",
                     layer=-1,
                     outputs=rows,
-                    weights=(Weight("norm", columns), Weight(table, self.vocab, columns)),
+                    weights=(Weight("norm", columns), self._weight(table, self.vocab, columns)),
                     sum=self.whole_hidden,
                     flop=2 * config.hidden * rows,
                     digest_point="logits",

@@ -128,7 +128,9 @@ class Worker:
 
     def build_program(self, served: Served, rank: int) -> Program:
         """The ops of this rank."""
-        return program(served.config, served.profile, self.plan.layout, rank)
+        return program(
+            served.config, served.profile, self.plan.layout, rank, storage=served.image.storage
+        )
 
     def _allocate(self, profile: Profile) -> None:
         """Every buffer of the token loop, once."""

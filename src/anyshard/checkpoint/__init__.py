@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from anyshard.checkpoint.hub import download, parse_hub_id
-from anyshard.checkpoint.image import ImageTensor, WeightImage, build_image
+from anyshard.checkpoint.image import ImageTensor, WeightImage, build_image, image_directory
 from anyshard.checkpoint.names import open_gguf, open_hf_directory
 from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial
 from anyshard.errors import CheckpointError
@@ -24,6 +24,7 @@ __all__ = [
     "WeightImage",
     "build_image",
     "demo_model_path",
+    "image_directory",
     "open_checkpoint",
 ]
 

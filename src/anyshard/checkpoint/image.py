@@ -4,8 +4,8 @@ The region is an anonymous memfd, sealed after the build; `directory` says where
 lies. Any cut is an offset and a stride, so no layout ever packs again. Knows how panels lie;
 knows nothing of layouts, ranks or file formats.
 
-Shapes: P panels = ceil(N/8), K inputs; panels [P, K, 8], element (n, k) at [n // 8, k, n % 8],
-lanes past N zero.
+Weights in bf16, f16 and Q8_0 stay as the checkpoint stores them and are widened in registers; all
+other types are widened to float32 here. Shapes of panels: `ops/storage.py`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,43 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.source import Checkpoint, TensorSource
+from anyshard.checkpoint.widen import TensorType
+from anyshard.config import ModelConfig
 from anyshard.errors import CheckpointError
 from anyshard.ops import KernelChoice, load_kernels
+from anyshard.ops.storage import (
+    LANES,
+    Q8_INPUTS,
+    Q8_OUTPUTS,
+    Panels,
+    Storage,
+    numpy_dtype,
+    pack_lanes,
+    pack_q8_0,
+    panel_shape,
+    unpack,
+)
 
-__all__ = ["LANES", "ImageTensor", "WeightImage", "build_image"]
+__all__ = ["ImageTensor", "WeightImage", "build_image", "image_directory"]
 
-LANES: Final = 8  # outputs side by side in a panel
 _MATRIX_ALIGNMENT: Final = 4096
 _VECTOR_ALIGNMENT: Final = 64
 _CHUNK_BYTES: Final = (
     1 << 20
 )  # float32 bytes that NumPy widens at a time; four times as many are slower
 _NATIVE_TYPES: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_1"})  # of pack_panels
-_Packer = Callable[[NDArray[np.float32], TensorSource], bool]
+_KEPT: Final[Mapping[TensorType, Storage]] = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "Q8_0": "q8_0",
+}
+_Packer = Callable[[Panels, TensorSource], bool]
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -52,19 +70,19 @@ class ImageTensor:
     kind: Literal["matrix", "vector"]
     shape: tuple[int, ...]
     offset: int
-    dtype: Literal["float32"] = "float32"
+    storage: Storage = "float32"
 
     @property
-    def panel_shape(self) -> tuple[int, ...]:
-        """[P, K, 8] for a matrix, [N] for a vector."""
+    def array_shape(self) -> tuple[int, ...]:
+        """Of the panels of a matrix (`ops/storage.py`), [N] for a vector."""
         if self.kind == "vector":
             return self.shape
-        return (-(-self.shape[0] // LANES), self.shape[1], LANES)
+        return panel_shape(self.storage, *self.shape)
 
     @property
     def bytes(self) -> int:
         """Bytes that the tensor takes in the region, padding lanes included."""
-        return prod(self.panel_shape) * 4
+        return prod(self.array_shape) * numpy_dtype(self.storage).itemsize
 
 
 class WeightImage:
@@ -96,14 +114,19 @@ class WeightImage:
         """The directory as text, for `from_fd`."""
         return json.dumps([asdict(tensor) for tensor in self.directory.values()])
 
-    def _view(self, name: str, kind: str) -> NDArray[np.float32]:
+    @property
+    def storage(self) -> dict[str, Storage]:
+        """How each tensor is held."""
+        return {name: place.storage for name, place in self.directory.items()}
+
+    def _view(self, name: str, kind: str) -> NDArray[Any]:
         place = self.directory[name]
         assert place.kind == kind, f"{name} is a {place.kind}"
-        flat = self._region[place.offset : place.offset + place.bytes].view(np.float32)
-        return flat.reshape(place.panel_shape)
+        flat = self._region[place.offset : place.offset + place.bytes]
+        return flat.view(numpy_dtype(place.storage)).reshape(place.array_shape)
 
-    def panels(self, name: str) -> NDArray[np.float32]:
-        """The matrix of that name as a read-only view [P, K, 8]."""
+    def panels(self, name: str) -> Panels:
+        """The matrix of that name as a read-only view of its panels."""
         return self._view(name, "matrix")
 
     def vector(self, name: str) -> NDArray[np.float32]:
@@ -111,10 +134,8 @@ class WeightImage:
         return self._view(name, "vector")
 
     def matrix(self, name: str) -> NDArray[np.float32]:
-        """The matrix of that name unpacked into a new array [N, K], for reference bodies."""
-        panels = self.panels(name)
-        rows = panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])
-        return np.ascontiguousarray(rows[: self.directory[name].shape[0]])
+        """The matrix of that name widened into a new array [N, K], for reference bodies."""
+        return unpack(self.panels(name), self.directory[name].shape[0])
 
     def sha256(self) -> str:
         """Hash of directory and region, hex; computed at the first call (0.5 s a GB)."""
@@ -153,7 +174,7 @@ def build_image(
     if threads < 1:
         raise ValueError(f"threads is {threads}; at least 1 is needed")
     wanted = checkpoint.sources if names is None else {n: checkpoint.sources[n] for n in names}
-    directory, num_bytes = _place(wanted)
+    directory, num_bytes = image_directory(checkpoint.config, wanted)
     free = _available_bytes() if free_bytes is None else free_bytes
     if free is not None and num_bytes > free:
         raise CheckpointError(
@@ -185,8 +206,10 @@ def _available_bytes() -> int | None:
     return None if match is None else int(match[1]) * 1024
 
 
-def _place(sources: Mapping[str, TensorSource]) -> tuple[dict[str, ImageTensor], int]:
-    """The directory, tensors in order, and the size of the region (whole pages)."""
+def image_directory(
+    config: ModelConfig, sources: Mapping[str, TensorSource]
+) -> tuple[dict[str, ImageTensor], int]:
+    """Where each tensor will lie, in order, and the bytes of the region (whole pages)."""
     directory: dict[str, ImageTensor] = {}
     end = 0
     for name, source in sources.items():
@@ -197,9 +220,18 @@ def _place(sources: Mapping[str, TensorSource]) -> tuple[dict[str, ImageTensor],
             kind="matrix" if is_matrix else "vector",
             shape=source.shape,
             offset=-(-end // alignment) * alignment,
+            storage=_storage(config, source) if is_matrix else "float32",
         )
         end = directory[name].offset + directory[name].bytes
     return directory, max(1, -(-end // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _storage(config: ModelConfig, source: TensorSource) -> Storage:
+    """As stored, where the kernels read it; blocks are also widened where a head would cut one."""
+    kept = _KEPT.get(source.type, "float32")
+    cut = {"q": Q8_OUTPUTS, "k": Q8_OUTPUTS, "v": Q8_OUTPUTS, "o": Q8_INPUTS}
+    unit = cut.get(source.name.rsplit(".", 1)[-1], 1)
+    return "float32" if kept == "q8_0" and config.head_dim % unit else kept
 
 
 def _fill(
@@ -214,13 +246,14 @@ def _fill(
     done = 0
     for name, source in sources.items():
         place = directory[name]
-        flat = region[place.offset : place.offset + place.bytes].view(np.float32)
-        target = flat.reshape(place.panel_shape)
+        flat = region[place.offset : place.offset + place.bytes]
+        target = flat.view(numpy_dtype(place.storage)).reshape(place.array_shape)
         if place.kind == "vector":
             target[:] = source.read()
             finite = bool(np.isfinite(target).all())
         else:
             finite = pack(target, source)
+        source.release()
         if not finite:
             raise CheckpointError(
                 f"{path}: tensor {source.file_name!r} ({name}) holds a NaN or an "
@@ -238,24 +271,22 @@ def _packer(choice: KernelChoice, threads: int) -> _Packer:
         return _pack_numpy
 
     def pack_raw(
-        target: NDArray[np.float32],
+        target: Panels,
         raw: NDArray[np.uint8],
         kind: str,
-        num_rows: int,
+        shape: tuple[int, ...],
         row_map: NDArray[np.int32] | None,
     ) -> bool:
-        finite: bool = kernels.module.pack_panels(
-            kernels.pool, target, raw, kind, num_rows, target.shape[1], row_map
-        )
+        finite: bool = kernels.module.pack_panels(kernels.pool, target, raw, kind, *shape, row_map)
         return finite
 
-    def pack(target: NDArray[np.float32], source: TensorSource) -> bool:
+    def pack(target: Panels, source: TensorSource) -> bool:
         if source.type in _NATIVE_TYPES:
-            return pack_raw(target, source.raw, source.type, source.shape[0], source.row_map)
+            return pack_raw(target, source.raw, source.type, source.shape, source.row_map)
         finite = True
         for panel, rows in _widened(source, threads):
             raw, stop = rows.view(np.uint8).reshape(-1), panel + -(-len(rows) // LANES)
-            finite = pack_raw(target[panel:stop], raw, "F32", len(rows), None) and finite
+            finite = pack_raw(target[panel:stop], raw, "F32", rows.shape, None) and finite
         return finite
 
     return pack
@@ -273,21 +304,36 @@ def _widened(source: TensorSource, threads: int) -> Iterator[tuple[int, NDArray[
             yield from zip((start // LANES for start in batch), pieces, strict=True)
 
 
-def _pack_numpy(target: NDArray[np.float32], source: TensorSource) -> bool:
-    """Pack into `target` [P, K, 8], which is zero; True if every weight is finite."""
+def _pack_numpy(target: Panels, source: TensorSource) -> bool:
+    """Pack into `target`; True if every weight is finite."""
     num_rows, num_columns = source.shape
-    step = max(1, _CHUNK_BYTES // (num_columns * 4 * LANES))
+    outputs = Q8_OUTPUTS if target.dtype == np.uint8 else LANES
+    step = max(1, _CHUNK_BYTES // (num_columns * 4 * outputs))
     finite = True
     for panel in range(0, len(target), step):
-        start, stop = panel * LANES, min((panel + step) * LANES, num_rows)
-        rows = source.read_rows(start, stop)
-        finite = finite and bool(np.isfinite(rows).all())
-        whole = (stop - start) // LANES
-        body = rows[: whole * LANES].reshape(whole, LANES, num_columns)
-        target[panel : panel + whole] = body.transpose(0, 2, 1)
-        if stop - start > whole * LANES:
-            target[panel + whole, :, : (stop - start) % LANES] = rows[whole * LANES :].T
+        start, stop = panel * outputs, min((panel + step) * outputs, num_rows)
+        packed, all_finite = _packed_rows(source, start, stop, target.dtype)
+        target[panel : panel + len(packed)] = packed
+        finite = finite and all_finite
     return finite
+
+
+def _packed_rows(
+    source: TensorSource, start: int, stop: int, dtype: np.dtype[Any]
+) -> tuple[NDArray[Any], bool]:
+    """Rows start:stop as panels of `dtype`, and whether every weight in them is finite."""
+    if dtype == np.float32:
+        rows = source.read_rows(start, stop)
+        return pack_lanes(rows), bool(np.isfinite(rows).all())
+    stored = source.stored_rows(start, stop)
+    if dtype == np.uint8:
+        blocks = stored.reshape(stop - start, -1, Q8_INPUTS + 2)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
+        values = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(stop - start, -1)
+        return pack_q8_0(values, scales), bool(np.isfinite(scales).all())
+    halves = np.ascontiguousarray(stored).view("<u2")
+    exponent = 0x7C00 if dtype == np.float16 else 0x7F80
+    return pack_lanes(halves.view(dtype)), bool((halves & exponent != exponent).all())
 
 
 def _advise_huge(mapped: mmap.mmap) -> None:

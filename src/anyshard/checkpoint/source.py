@@ -9,6 +9,8 @@ another, as stored.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +59,29 @@ class TensorSource:
         if len(self.shape) == 1 and BLOCK[self.type][0] > 1:
             wide = widen(self.raw, self.type)  # blocks run across the rows of a vector
             return wide if self.row_map is None else wide[self.row_map][start:stop]
+        return widen(self.stored_rows(start, stop), self.type).reshape(
+            stop - start, *self.shape[1:]
+        )
+
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows start:stop as stored: [rows, bytes of a row]."""
         stored = self.raw.reshape(self.shape[0], -1)
-        picked = stored[start:stop] if self.row_map is None else stored[self.row_map[start:stop]]
-        return widen(picked, self.type).reshape(stop - start, *self.shape[1:])
+        return stored[start:stop] if self.row_map is None else stored[self.row_map[start:stop]]
+
+    def release(self) -> None:
+        """Give the memory of the stored bytes back to the file; a later read fetches them again."""
+        owner: Any = self.raw
+        while isinstance(owner, np.ndarray):
+            whole, owner = owner, owner.base
+        mapped = owner.obj if isinstance(owner, memoryview) else owner
+        if not isinstance(mapped, mmap.mmap):
+            return
+        start = self.raw.ctypes.data - whole.ctypes.data
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (start + self.raw.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            with contextlib.suppress(OSError, AttributeError):  # only a matter of memory
+                mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,27 +172,23 @@ def _missing_in(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts:
     """The model, its cuts, and the memory that it needs. Raises: LayoutError, OptionError."""
-    from anyshard.checkpoint import ImageTensor
+    from anyshard.checkpoint import image_directory
     from anyshard.engine import f32_profile
     from anyshard.model import program
 
     config, profile = checkpoint.config, f32_profile()
     layout = layout_of(config, profile, split)
     limit = context_limit(config, split, default=DEFAULT_LIMIT)
+    directory, image = image_directory(config, checkpoint.sources)
+    storage = {name: place.storage for name, place in directory.items()}
     ranks = [
-        _rank(program(config, profile, layout, rank), limit=limit, block=profile.kv_block)
+        _rank(
+            program(config, profile, layout, rank, storage=storage),
+            limit=limit,
+            block=profile.kv_block,
+        )
         for rank in range(layout.world)
     ]
-    places = [
-        ImageTensor(
-            name=source.name,
-            kind="matrix" if len(source.shape) == 2 else "vector",
-            shape=source.shape,
-            offset=0,
-        )
-        for source in checkpoint.sources.values()
-    ]
-    image = sum(place.bytes for place in places)
     kv = sum(rank["kv_bytes"] for rank in ranks)
     processes = (layout.world + 2) * PROCESS_BYTES
     needed = image + kv + processes

@@ -11,12 +11,25 @@ q[k % 32 // 4, n % 16, k % 4] * scale[n % 16]. Lanes past N are zero.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Panels", "pack_lanes", "pack_q8_0", "unpack"]
+__all__ = [
+    "LANES",
+    "Q8_INPUTS",
+    "Q8_OUTPUTS",
+    "Panels",
+    "Storage",
+    "numpy_dtype",
+    "pack_lanes",
+    "pack_q8_0",
+    "panel_cut",
+    "panel_shape",
+    "stored_bytes",
+    "unpack",
+]
 
 LANES: Final = 8
 Q8_OUTPUTS: Final = 16
@@ -25,6 +38,46 @@ Q8_BYTES: Final = Q8_OUTPUTS * Q8_INPUTS + 2 * Q8_OUTPUTS
 
 F32 = npt.NDArray[np.float32]
 Panels = npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8]
+Storage = Literal["float32", "float16", "bfloat16", "q8_0"]
+_NUMPY: Final[dict[Storage, np.dtype[Any]]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+    "q8_0": np.dtype(np.uint8),
+}
+
+
+def numpy_dtype(storage: Storage) -> np.dtype[Any]:
+    """The dtype of a panel array that holds `storage`."""
+    return _NUMPY[storage]
+
+
+def panel_shape(storage: Storage, num_rows: int, num_columns: int) -> tuple[int, int, int]:
+    """Shape of the panels of a matrix [num_rows, num_columns]."""
+    if storage == "q8_0":
+        return (-(-num_rows // Q8_OUTPUTS), num_columns // Q8_INPUTS, Q8_BYTES)
+    return (-(-num_rows // LANES), num_columns, LANES)
+
+
+def panel_cut(panels: Panels, rows: tuple[int, int], columns: tuple[int, int]) -> Panels:
+    """The panels of rows and columns (start, stop), as a view: whole panels, a stride of columns.
+
+    Q8_0 cuts at multiples of 16 rows and 32 columns, all else at 8 rows and any column; the end
+    of a matrix may be anywhere.
+    """
+    outputs, inputs = (Q8_OUTPUTS, Q8_INPUTS) if panels.dtype == np.uint8 else (LANES, 1)
+    assert rows[0] % outputs == 0, f"a cut at row {rows[0]}"
+    assert columns[0] % inputs == columns[1] % inputs == 0, f"a cut at columns {columns}"
+    return panels[
+        rows[0] // outputs : -(-rows[1] // outputs), columns[0] // inputs : columns[1] // inputs
+    ]
+
+
+def stored_bytes(storage: Storage, num_elements: int) -> int:
+    """Bytes of so many weights, without padding lanes."""
+    if storage == "q8_0":
+        return num_elements // Q8_INPUTS * (Q8_INPUTS + 2)
+    return num_elements * _NUMPY[storage].itemsize
 
 
 def unpack(panels: Panels, rows: int | npt.NDArray[np.integer[Any]]) -> F32:
