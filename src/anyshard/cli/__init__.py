@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from cyclopts import App
@@ -21,6 +22,7 @@ from anyshard import __version__
 from anyshard.cli.chat import chat
 from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
+from anyshard.cli.variables import PREFIX, check_variables
 from anyshard.errors import AnyshardError
 
 __all__ = ["app", "main"]
@@ -29,12 +31,12 @@ app = App(
     name="anyshard",
     help="Split an LLM any way. Get the same bits.",
     version=__version__,
-    config=Env("ANYSHARD_", command=False),
     suppress_keyboard_interrupt=False,
 )
 VERBS = (generate, chat, doctor)
 for verb in VERBS:
     app.command(verb)
+app.config = (partial(check_variables, app), Env(PREFIX, command=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
