@@ -242,6 +242,42 @@ def test_byte_pieces_stream_as_whole_characters(llama: Tokenizer) -> None:
     assert cut.finish() == "\ufffd"
 
 
+def is_text(content: bytes) -> bool:
+    """Not cut in the middle of a character."""
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_an_answer_streams_as_what_hf_adds_to_the_text_of_the_prompt(
+    architecture: str, llama: Tokenizer
+) -> None:
+    """Its first space too, which HF's decoder would strip were the answer decoded alone."""
+    backend = hf_from_gguf(architecture, pieces())
+    backend.encode_special_tokens = False
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    spaced = alone = 0
+    for text in CORPUS:
+        ids = llama.encode(text, add_special=True)
+        whole = hf.decode(ids, skip_special_tokens=True)
+        for cut in range(2, len(ids)):  # of the bos alone nothing is left to add to
+            if not is_text(b"".join(map(llama.token_bytes, ids[:cut]))):
+                continue
+            prompt = hf.decode(ids[:cut], skip_special_tokens=True)
+            assert whole.startswith(prompt)
+            stream = llama.stream_decoder()
+            answer = "".join(map(stream.push, ids[cut:])) + stream.finish()
+            assert answer == whole.removeprefix(prompt), (text, cut)
+            spaced += answer.startswith(" ")
+            alone += hf.decode(ids[cut:], skip_special_tokens=True) != answer
+    assert spaced > 100 and alone > 100  # the case occurs, and HF alone would lose the space
+
+
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "  Hi there,\nthe sea!  "},
