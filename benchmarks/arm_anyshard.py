@@ -47,10 +47,10 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     tp, threads = int(sys.argv[1]), int(sys.argv[2])
-    model = sys.argv[3] if len(sys.argv) > 3 else None
-    group = fork_launcher(loader(model, threads=os.cpu_count() or 1), rank_main)
+    checkpoint = open_checkpoint(sys.argv[3] if len(sys.argv) > 3 else None)
+    group = fork_launcher(loader(checkpoint, threads=os.cpu_count() or 1), rank_main)
     try:
-        config, profile = open_checkpoint(model).config, f32_profile()
+        config, profile = checkpoint.config, f32_profile()
         layout = plan(config, tp=tp, leaf=profile.leaf)
         group.wait_loaded()
         options = EngineOptions(threads=threads, max_num_seqs=1, max_model_len=CONTEXT)

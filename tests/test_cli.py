@@ -17,6 +17,7 @@ import pytest
 from models import ADVERSARIAL_9_3, plant_overflow, write_hf_model
 
 from anyshard.checkpoint import open_checkpoint
+from anyshard.cli.flags import PromptFlags
 from anyshard.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -104,6 +105,12 @@ def test_prompts_come_from_a_file_with_their_own_lengths(tmp_path: Path) -> None
     results = json.loads(done.stdout)["results"]
     assert [len(r["tokens"]) for r in results] == [3, 2]
     assert [r["finish_reason"] for r in results] == ["length", "length"]
+
+
+def test_a_prompts_file_may_have_a_byte_order_mark_and_carriage_returns(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf"One \xc3\xa9"\r\n\r\n{"prompt": "Two"}\r\n')
+    assert PromptFlags(prompts=str(file)).read() == (("One \u00e9", None), ("Two", None))
 
 
 def test_a_stop_string_ends_the_answer() -> None:

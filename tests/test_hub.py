@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+from gguf_files import write_tiny_gguf
 from gguf_models import write_gguf_model
 from huggingface_hub import constants, errors
 from models import ADVERSARIAL_9_3, read_hf_weights, write_hf_model
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.checkpoint.hub import HubId, parse_hub_id
+from anyshard.cli import main
 from anyshard.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -165,6 +168,77 @@ def test_a_failed_download_is_one_sentence(
     with pytest.raises(CheckpointError, match=words) as caught:
         open_checkpoint("org/name")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_run_fetches_a_hub_id_once_and_in_a_process_of_its_own(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in the front: threads of a download would be in the way of its fork."""
+    (tmp_path / "files").mkdir()
+    write_tiny_gguf(tmp_path / "files" / "tiny.gguf")
+    calls = tmp_path / "calls"
+
+    def fetch(repository: str, name: str) -> str:
+        with calls.open("a") as file:
+            file.write(f"{os.getpid()} {repository} {name}\n")
+        return str(tmp_path / "files" / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main(
+            ["generate", "org/name:tiny.gguf", "--prompt", "a", "--max-tokens", "2", "--json"]
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 0, capsys.readouterr().err
+    (call,) = calls.read_text().splitlines()
+    pid, *asked = call.split()
+    assert asked == ["org/name", "tiny.gguf"] and int(pid) != os.getpid()
+
+
+@pytest.mark.ranks
+def test_a_failed_fetch_of_a_run_is_one_sentence(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main(["generate", "org/absent", "--prompt", "a"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "HF_HUB_OFFLINE forbids to fetch it" in err
+
+
+@pytest.mark.ranks
+def test_an_interrupted_fetch_leaves_no_process(tmp_path: Path) -> None:
+    """Ctrl-C, as a terminal sends it, while the Hub does not answer."""
+    code = (
+        "import sys, time, huggingface_hub\n"
+        "def fetch(*a, **o):\n"
+        "    print('fetching', flush=True)\n"
+        "    time.sleep(60)\n"
+        "huggingface_hub.snapshot_download = fetch\n"
+        "from anyshard.cli import main\n"
+        "sys.exit(main(['generate', 'org/name', '--prompt', 'x']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=tmp_path,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "fetching\n"  # a launcher's stdout is stderr
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and errors.startswith("anyshard: interrupted")
+    assert not Path(f"/proc/{child}").exists()
 
 
 def test_what_a_hub_id_looks_like() -> None:

@@ -47,8 +47,9 @@ from anyshard.request import Request
 from anyshard.worker import rank_main
 
 path = sys.argv[1]
-group = fork_launcher(loader(path, threads=2), rank_main)
-config, profile = open_checkpoint(path).config, f32_profile()
+checkpoint = open_checkpoint(path)
+group = fork_launcher(loader(checkpoint, threads=2), rank_main)
+config, profile = checkpoint.config, f32_profile()
 group.wait_loaded()
 layout = plan(config, tp=2, leaf=profile.leaf)
 engine = Engine(group, config, profile, layout, EngineOptions(max_model_len=64), cores=2)

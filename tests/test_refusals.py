@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,11 +33,15 @@ from test_checkpoint_gguf import locked
 from test_checkpoint_hf import HOSTILE as HOSTILE_SAFETENSORS
 from test_checkpoint_hf import written
 from test_config import HF, HF_REFUSED
+from test_doctor import LLAMA_70B, sparse_model
 
-from anyshard.cli import main
+from anyshard.cli import app, main, running
+from anyshard.cli.variables import OTHER_NAMES, flag_variables
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "refusals.md"
-Build = Callable[[Path], list[str]]  # makes the mistake in a folder; arguments after the verb
+#: Makes the mistake in a folder; returns variables such as A=b, then the arguments after the verb.
+Build = Callable[[Path], list[str]]
+FREE_BYTES = 250_000_000  # of memory, by a variable of that name
 
 LOOP = "{% for i in range(99999) %}"
 
@@ -157,6 +162,38 @@ def plain(*arguments: str) -> Build:
     return lambda folder: [a.replace("DIR", str(folder)) for a in arguments]
 
 
+def in_a_circle(folder: Path) -> list[str]:
+    (folder / "a.gguf").symlink_to("b.gguf")
+    (folder / "b.gguf").symlink_to("a.gguf")
+    return [str(folder / "a.gguf"), "--prompt", "x"]
+
+
+def link_to_nothing(folder: Path) -> list[str]:
+    (folder / "a.gguf").symlink_to("b.gguf")
+    return [str(folder / "a.gguf"), "--prompt", "x"]
+
+
+def with_variable(name: str, value: str) -> Build:
+    return lambda folder: [f"{name}={value}", *tiny_gguf("--prompt", "x")(folder)]
+
+
+def long_prompts(*arguments: str) -> Build:
+    """Three hundred sequences, and 250 MB of free memory."""
+
+    def build(folder: Path) -> list[str]:
+        directory = write_hf_model(folder / "model", replace(ADVERSARIAL_9_3, context=8192), seed=1)
+        (folder / "prompts.jsonl").write_text('"x"\n' * 300)
+        prompts = ["--prompts", str(folder / "prompts.jsonl")]
+        return [f"FREE_BYTES={FREE_BYTES}", str(directory), *prompts, *arguments]
+
+    return build
+
+
+def llama_of_282_gb(folder: Path) -> list[str]:
+    directory = sparse_model(folder / "llama70b", LLAMA_70B)
+    return [f"FREE_BYTES={FREE_BYTES}", str(directory), "--prompt", "x"]
+
+
 def nan_in_a_weight(folder: Path) -> list[str]:
     write_tiny_gguf(folder / "tiny.gguf")
     content = bytearray((folder / "tiny.gguf").read_bytes())
@@ -239,9 +276,30 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         "not there": (plain("DIR/no.gguf", "--prompt", "x"), "neither a directory nor"),
         "a Hub id, offline": (plain("org/absent-model", "--prompt", "x"), "HF_HUB_OFFLINE forbids"),
         "an empty directory": (plain("DIR", "--prompt", "x"), "has no config.json"),
+        "a symbolic link that leads in a circle": (in_a_circle, "to 'b.gguf', a loop;"),
+        "a symbolic link to nothing": (link_to_nothing, "to 'b.gguf', which does not exist"),
+    },
+    "Memory": {
+        "KV of all sequences is more than there is": (
+            long_prompts("--max-model-len", "8192", "--max-num-seqs", "300"),
+            "lower --max-model-len or --max-num-seqs",
+        ),
+        "buffers are more than there is": (
+            long_prompts("--max-model-len", "8192", "--max-num-seqs", "1", "--chunk", "8192"),
+            "lower --max-model-len or --chunk",
+        ),
+        "the model alone is more than there is": (
+            llama_of_282_gb,
+            "; end other programs, or take a smaller model",
+        ),
+        "the processes of many ranks": (long_prompts("-tp", "9"), "; take fewer ranks"),
     },
     "Prompts and flags": {
-        "a line that is not UTF-8": (prompts(b'"fine"\n"\xff"\n'), "prompts.jsonl"),
+        "a line that is not UTF-8": (prompts(b'"fine"\n"a\xff"\n'), "line 2 is not UTF-8"),
+        "a file that is not UTF-8": (
+            prompts('"fine"\n'.encode("utf-16")),
+            "line 1 is not UTF-8",
+        ),
         "a line that is not JSON": (prompts(b'"fine"\n{\n'), "line 2"),
         "an unknown field": (prompts(b'{"prompt": "a", "temp": 1}\n'), "unknown field 'temp'"),
         "an unknown flag": (tiny_gguf("--prompt", "x", "--no-such-flag"), "--no-such-flag"),
@@ -252,6 +310,13 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
             tiny_gguf("--prompt", "abc", "--max-tokens", "500"),
             "the context holds 128",
         ),
+    },
+    "Variables": {
+        "misspelt": (with_variable("ANYSHARD_MAX_TOKNS", "3"), "nearest that exists is ANYSHARD_M"),
+        "like no flag": (with_variable("ANYSHARD_QQ", "3"), "ANYSHARD_QQ is no flag"),
+        "empty": (with_variable("ANYSHARD_THREADS", ""), "ANYSHARD_THREADS is empty"),
+        "an unknown value": (with_variable("ANYSHARD_KERNELS", "fast"), "fast"),
+        "a value out of range": (with_variable("ANYSHARD_TP", "0"), "is 0"),
     },
 }  # fmt: skip
 CASES = {
@@ -265,9 +330,16 @@ def said(build: Build, folder: Path) -> tuple[int, str, str]:
     """(exit code, stdout, stderr with the folder as DIR) of `generate`."""
     out, err = StringIO(), StringIO()
     before = signal.getsignal(signal.SIGTERM)
+    arguments = build(folder)
     try:
-        with redirect_stdout(out), redirect_stderr(err):
-            code = main(["generate", *build(folder), "--comm", "threads"])
+        with pytest.MonkeyPatch.context() as patch:
+            while arguments and re.match("[A-Z_]+=", arguments[0]):
+                patch.setenv(*arguments.pop(0).split("=", 1))
+            free = os.environ.get("FREE_BYTES")
+            if free is not None:
+                patch.setattr(running, "read_memory", lambda: (1 << 40, int(free)))
+            with redirect_stdout(out), redirect_stderr(err):
+                code = main(["generate", *arguments, "--comm", "threads"])
     finally:
         signal.signal(signal.SIGTERM, before)
     return code, out.getvalue(), err.getvalue().replace(str(folder), "DIR")
@@ -316,12 +388,36 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     assert (code, out) == (2, "") and "Permission denied" in err
 
 
-def test_an_environment_value_that_is_none_of_the_flags_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_variable_that_the_repository_reads_is_known() -> None:
+    """Those of the build and its scripts are listed; those of flags come from the flags."""
+    root = DOCUMENT.parent.parent
+    read = re.compile(r"(?:[\"'{.]|export )(ANYSHARD_[A-Z_]+)\b")
+    files = [root / "pyproject.toml", root / "CMakeLists.txt", root / "Makefile"]
+    for folder in ("scripts", "cmake", "benchmarks", ".ci"):
+        files += [path for path in (root / folder).rglob("*") if path.suffix in (".py", "")]
+    texts = [path.read_text("utf-8") for path in files if path.is_file()]
+    found = {name for text in texts for name in read.findall(text)}
+    assert found - flag_variables(app) == OTHER_NAMES
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES | {"ANYSHARD_SYSTEM", "ANYSHARD_TP"}))
+def test_variables_of_the_build_and_of_other_verbs_are_left_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ANYSHARD_TENSOR_PARALLEL_SIZE", "two")
-    code, out, err = said(tiny_gguf("--prompt", "x"), tmp_path)
-    assert (code, out) == (2, "") and "two" in err and err.count("\n") == 1
+    """`doctor` has no --system."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["doctor", str(tmp_path / "tiny.gguf")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "doctor"])
+def test_every_verb_refuses_a_misspelt_variable(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ANYSHARD_SISTEM", "1")
+    assert main([verb]) == 2
+    assert "ANYSHARD_SYSTEM" in capsys.readouterr().err
 
 
 def document() -> str:

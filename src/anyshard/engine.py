@@ -16,7 +16,7 @@ import numpy as np
 
 from anyshard.batch import Batch, Limits, Sequence, Tick, apply, end_session, next_tick
 from anyshard.binder import FaultCode
-from anyshard.checkpoint import open_checkpoint
+from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.image import build_image
 from anyshard.comm.base import CommKind
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, Result
@@ -60,11 +60,10 @@ def f32_profile() -> Profile:
     return Profile(constants_sha256=constants_sha256())
 
 
-def loader(path: str | None, *, threads: int) -> Callable[[Progress], tuple[object, bytes]]:
-    """What the launcher runs once: read the checkpoint at `path`, pack its weight image."""
+def loader(checkpoint: Checkpoint, *, threads: int) -> Callable[[Progress], tuple[object, bytes]]:
+    """What the launcher runs once: pack the weight image of a checkpoint opened before the fork."""
 
     def load(progress: Progress) -> tuple[object, bytes]:
-        checkpoint = open_checkpoint(path)
         image = build_image(checkpoint, threads=threads, progress=progress)
         return Served(checkpoint.config, f32_profile(), image), b""
 
@@ -117,7 +116,7 @@ class EpochPlan:
     ranks: RankPlan
     sizes: EpochSizes
     limits: Limits
-    pages: tuple[int, ...]
+    pages: tuple[int, ...] | range
 
 
 def plan_epoch(
@@ -128,7 +127,7 @@ def plan_epoch(
     config, profile, layout = here.config, here.profile, here.layout
     slots = options.max_num_seqs
     blocks = pages_for(options.max_model_len, block=profile.kv_block)
-    pages = options.page_order or tuple(range(slots * blocks))
+    pages = options.page_order or range(slots * blocks)
     limits = Limits(
         rows_max=options.chunk + slots,
         chunk=options.chunk,

@@ -107,6 +107,27 @@ def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes
     )
 
 
+def buffer_bytes(part: Program, plan: RankPlan) -> int:
+    """What `_allocate` takes for a rank besides KV; its buffers grow with rows, slots and tokens.
+
+    Held by: test_admission.py::test_buffers_are_those_that_a_worker_allocates.
+    """
+    config = part.config
+    head_floats = 2 * (part.heads[1] - part.heads[0]) * config.head_dim  # q and a
+    row_floats = config.hidden + head_floats + part.ffn[1] - part.ffn[0]
+    row_ints, slot_ints = 4, 1  # token, position, slot, fault; sampled row
+    vocab = part.vocab[1] - part.vocab[0]
+    if part.rank == part.layout.sampler and part.layout.tp > 1:
+        vocab += config.vocab
+    blocks = -(-plan.max_model_len // part.profile.kv_block)
+    return 4 * (
+        plan.rows_max * (row_floats + row_ints)
+        + plan.sampled_max * (vocab + slot_ints)
+        + plan.num_slots * blocks
+        + plan.max_model_len * config.head_dim  # cos and sin
+    )
+
+
 class Worker:
     """One rank of one epoch. Tests derive from it to plant bugs and naive orders."""
 

@@ -6,11 +6,13 @@ when `build_image` packs them. Needs neither torch nor the package the demo mode
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
-from anyshard.checkpoint.hub import download, parse_hub_id
+from anyshard.checkpoint.hub import HubId, download, parse_hub_id
 from anyshard.checkpoint.image import ImageTensor, WeightImage, build_image, image_directory
 from anyshard.checkpoint.names import open_gguf, open_hf_directory
 from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial
@@ -24,6 +26,8 @@ __all__ = [
     "WeightImage",
     "build_image",
     "demo_model_path",
+    "download",
+    "find_hub_id",
     "image_directory",
     "open_checkpoint",
 ]
@@ -53,6 +57,14 @@ def demo_model_path() -> Path:
     return files[0]
 
 
+def find_hub_id(path: str | None) -> HubId | None:
+    """The Hub id that a MODEL spells; None if anything of that name is here, or it spells none.
+
+    Held by: test_hub.py::test_a_directory_that_exists_is_no_hub_id.
+    """
+    return None if path is None or os.path.lexists(path) else parse_hub_id(path)
+
+
 def open_checkpoint(path: str | None) -> Checkpoint:
     """Open an HF directory, a GGUF file, a Hub id, or (None) the demo model.
 
@@ -74,10 +86,29 @@ def _open(target: Path) -> Checkpoint:
         return open_hf_directory(target)
     if target.exists():
         return open_gguf(target)
-    hub_id = parse_hub_id(str(target))
+    hub_id = find_hub_id(str(target))
     if hub_id is not None:
         return _open(download(hub_id))
+    if target.is_symlink():
+        _refuse_link(target)
     raise CheckpointError(
         f"MODEL {str(target)!r} is neither a directory nor a .gguf file here, nor a Hub id "
         "(ORG/NAME, or ORG/NAME:FILE.gguf)"
     )
+
+
+def _refuse_link(link: Path) -> NoReturn:
+    """Of a symbolic link that leads to no file."""
+    end = "a loop" if _is_loop(link) else "which does not exist"
+    raise CheckpointError(
+        f"MODEL {str(link)!r} is a symbolic link to {os.readlink(link)!r}, {end}; name the file "
+        "or directory itself"
+    )
+
+
+def _is_loop(link: Path) -> bool:
+    try:
+        link.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False

@@ -19,14 +19,13 @@ from cyclopts import Parameter
 
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
 from anyshard.cli.flags import SamplingFlags, SplitFlags, Text
-from anyshard.cli.running import context_limit, layout_of, rank_group, start_engine
+from anyshard.cli.running import Loading, open_model, rank_group, start_engine
 from anyshard.cli.screen import Bar, Lines
 from anyshard.errors import OptionError, PeerLost, UserError
 
 if TYPE_CHECKING:
     from anyshard.answer import Answer
     from anyshard.engine import Engine, Timings
-    from anyshard.launcher import RankGroup
     from anyshard.request import Request
     from anyshard.tokenizer import Tokenizer
 
@@ -118,8 +117,9 @@ class _Chat:
 
         Returns the exit code: 2 if a line from a pipe was refused. Raises: UserError, PeerLost.
         """
-        with rank_group(self.model, self.split) as group:
-            self._start(group)
+        opened = open_model(self.model, self.split, num_prompts=1, default_len=DEFAULT_LIMIT)
+        with rank_group(opened) as loading:
+            self._start(loading)
             signal.signal(signal.SIGINT, self.interrupts)
             try:
                 return self._talk()
@@ -127,21 +127,15 @@ class _Chat:
                 error.add_note(self._rescue())
                 raise
 
-    def _start(self, group: RankGroup) -> None:
-        from anyshard.checkpoint import open_checkpoint
-        from anyshard.engine import f32_profile
+    def _start(self, loading: Loading) -> None:
         from anyshard.tokenizer import open_tokenizer
 
-        checkpoint = open_checkpoint(self.model)
-        config, profile = checkpoint.config, f32_profile()
-        layout = layout_of(config, profile, self.split)
-        self.context = config.context
-        self.limit = context_limit(config, self.split, default=DEFAULT_LIMIT)
-        self.tokenizer = open_tokenizer(checkpoint)
+        opened = loading.opened
+        self.context = opened.config.context
+        self.limit = opened.limit
+        self.tokenizer = open_tokenizer(opened.checkpoint)
         self._encode(self.said, "a question")  # a template that takes none is known before the wait
-        self.engine = start_engine(
-            group, config, profile, layout, self.split, limit=self.limit, num_seqs=1
-        )
+        self.engine = start_engine(loading, limit=self.limit)
 
     def _talk(self) -> int:
         lines = Lines("> ")

@@ -18,8 +18,9 @@ from cyclopts import Parameter
 
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
+from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need, size_text
 from anyshard.cli.running import context_limit, layout_of
-from anyshard.errors import CheckpointError, LayoutError
+from anyshard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["doctor", "examine"]
 
 DEFAULT_LIMIT: Final = 4096  # tokens of a conversation, as in `chat`
-PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
 HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 
 Facts = dict[str, Any]
@@ -55,11 +55,14 @@ def doctor(
     facts = examine(model, split, read_machine())
     print(json.dumps(facts) if json_output else "\n".join(_lines(facts)))
     memory = facts.get("memory")
-    if memory is not None and not memory["fits"]:
-        raise LayoutError(
-            f"{_size(memory['needed'])} of memory are needed and {_size(memory['free'])} are "
-            "free; free some, or take a smaller model or --max-model-len"
+    if memory is not None:
+        parts = ("weights", "kv", "buffers", "processes")
+        need = MemoryNeed(
+            **{part: memory[part] for part in parts},
+            num_seqs=memory["kv_sequences"],
+            tokens=memory["kv_tokens"],
         )
+        need.refuse_over(memory["free"])
     return 0
 
 
@@ -179,19 +182,18 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
     config, profile = checkpoint.config, f32_profile()
     layout = layout_of(config, profile, split)
     limit = context_limit(config, split, default=DEFAULT_LIMIT)
-    directory, image = image_directory(config, checkpoint.sources)
+    directory, _ = image_directory(config, checkpoint.sources)
     storage = {name: place.storage for name, place in directory.items()}
-    ranks = [
-        _rank(
-            program(config, profile, layout, rank, storage=storage),
-            limit=limit,
-            block=profile.kv_block,
-        )
-        for rank in range(layout.world)
+    programs = [
+        program(config, profile, layout, rank, storage=storage) for rank in range(layout.world)
     ]
-    kv = sum(rank["kv_bytes"] for rank in ranks)
-    processes = (layout.world + 2) * PROCESS_BYTES
-    needed = image + kv + processes
+    need = memory_need(
+        checkpoint,
+        programs,
+        tokens=limit,
+        num_seqs=split.max_num_seqs or 1,
+        chunk=split.chunk,
+    )
     return {
         "model": {
             "path": str(checkpoint.path),
@@ -200,18 +202,24 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
             "parameters": sum(_count(source.shape) for source in checkpoint.sources.values()),
             "file_bytes": sum(source.raw.nbytes for source in checkpoint.sources.values()),
             "types": Counter(source.type for source in checkpoint.sources.values()),
-            "memory_bytes": image,
+            "memory_bytes": need.weights,
         },
-        "split": {"tp": layout.tp, "pp": layout.pp, "ranks": ranks},
+        "split": {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "ranks": [_rank(each, limit) for each in programs],
+        },
         "profile": {"name": profile.name, "sha256": profile.sha256()},
         "memory": {
-            "weights": image,
-            "kv": kv,
-            "kv_tokens": limit,
-            "processes": processes,
-            "needed": needed,
+            "weights": need.weights,
+            "kv": need.kv,
+            "kv_tokens": need.tokens,
+            "kv_sequences": need.num_seqs,
+            "buffers": need.buffers,
+            "processes": need.processes,
+            "needed": need.total,
             "free": machine.memory_free,
-            "fits": needed <= machine.memory_free,
+            "fits": need.total <= machine.memory_free,
         },
     }
 
@@ -220,14 +228,13 @@ def _count(shape: tuple[int, ...]) -> int:
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
 
-def _rank(part: Program, *, limit: int, block: int) -> Facts:
+def _rank(part: Program, limit: int) -> Facts:
     """Spans are (start, stop); nodes: what this rank sends for a row of each of the two sums."""
     nodes = {
         op.kind: op.sum.nodes_per_rank[part.tp_index]
         for op in part.ops
         if op.kind in ("reduce_o", "reduce_down")
     }
-    floats_per_token = sum(op.kv_floats_per_key for op in part.ops)
     return {
         "rank": part.rank,
         "stage": part.stage,
@@ -239,8 +246,8 @@ def _rank(part: Program, *, limit: int, block: int) -> Facts:
         "o_nodes": nodes.get("reduce_o", 0),
         "down_nodes": nodes.get("reduce_down", 0),
         "weight_bytes": part.weight_bytes,
-        "kv_bytes_per_1k_tokens": 4 * floats_per_token * 1024,
-        "kv_bytes": 4 * floats_per_token * (-(-limit // block) * block),
+        "kv_bytes_per_1k_tokens": kv_bytes(part, tokens=1024),
+        "kv_bytes": kv_bytes(part, tokens=limit),
     }
 
 
@@ -274,7 +281,7 @@ def _machine_lines(facts: Facts) -> list[str]:
         ),
         _row(
             "memory",
-            f"{_size(machine['memory_free'])} free of {_size(machine['memory_total'])}",
+            f"{size_text(machine['memory_free'])} free of {size_text(machine['memory_total'])}",
             f"huge pages: {machine['shared_huge_pages'] or 'none'} for weights, "
             f"{machine['huge_pages'] or 'none'} for the rest",
         ),
@@ -314,8 +321,8 @@ def _model_lines(facts: Facts) -> list[str]:
         ),
         _row(
             "weights",
-            f"{_size(model['file_bytes'])} in the file ({types})",
-            f"{_size(model['memory_bytes'])} {grown}",
+            f"{size_text(model['file_bytes'])} in the file ({types})",
+            f"{size_text(model['memory_bytes'])} {grown}",
         ),
         _row("profile", f"{facts['profile']['name']} {facts['profile']['sha256'][:12]}"),
         _row("split", f"tp {facts['split']['tp']} pp {facts['split']['pp']}"),
@@ -324,16 +331,19 @@ def _model_lines(facts: Facts) -> list[str]:
 
 def _memory_lines(facts: Facts) -> list[str]:
     memory = facts["memory"]
+    many = memory["kv_sequences"]
     return [
         _row(
             "fits" if memory["fits"] else "too large",
-            f"{_size(memory['needed'])} needed, {_size(memory['free'])} free",
+            f"{size_text(memory['needed'])} needed, {size_text(memory['free'])} free",
         ),
         _row(
             "",
-            f"weights {_size(memory['weights'])}, shared by the ranks",
-            f"KV of {memory['kv_tokens']} tokens {_size(memory['kv'])}",
-            f"processes {_size(memory['processes'])}",
+            f"weights {size_text(memory['weights'])}, shared by the ranks",
+            f"KV of {'' if many == 1 else f'{many} x '}{memory['kv_tokens']} tokens "
+            f"{size_text(memory['kv'])}",
+            f"buffers {size_text(memory['buffers'])}",
+            f"processes {size_text(memory['processes'])}",
         ),
     ]
 
@@ -348,7 +358,7 @@ def _table(ranks: list[Facts]) -> list[str]:
     for rank in ranks:
         cuts = [f"{rank[name][0]}-{rank[name][1]}" for name in spans]
         nodes = f"{rank['o_nodes']}+{rank['down_nodes']}"
-        sizes = [_size(rank["weight_bytes"]), _size(rank["kv_bytes_per_1k_tokens"])]
+        sizes = [size_text(rank["weight_bytes"]), size_text(rank["kv_bytes_per_1k_tokens"])]
         rows.append([str(rank["rank"]), str(rank["stage"]), *cuts, nodes, *sizes])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
@@ -356,10 +366,3 @@ def _table(ranks: list[Facts]) -> list[str]:
 
 def _row(label: str, *parts: str) -> str:
     return f"{label:<11} {' · '.join(parts)}"
-
-
-def _size(num_bytes: int) -> str:
-    """Decimal, three digits or so: 538 MB, 1.2 GB."""
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.1f} MB"

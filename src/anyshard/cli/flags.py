@@ -5,6 +5,7 @@ Knows nothing of models; a value that no model could take is refused here.
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from anyshard.request import Sampling
 __all__ = ["PromptFlags", "SamplingFlags", "SplitFlags"]
 
 
-MAX_PROMPTS_CHARACTERS = 1 << 26
+MAX_PROMPTS_BYTES = 1 << 26
 
 
 def _one_item(type_: Any, value: str, delimiter: str | None = None) -> list[str]:
@@ -58,8 +59,8 @@ class SplitFlags:
     "Kernel bodies; all have the same bits. auto takes the fastest here."
     max_model_len: int | None = None
     "Tokens that prompt and answer may hold together; by default what is asked for (chat: 4096)."
-    max_num_seqs: int = 32
-    "Prompts in flight at once."
+    max_num_seqs: int | None = None
+    "Prompts in flight at once, 32 by default; doctor counts the KV of one unless it is given."
     deadline: float = 10.0
     "Seconds without a sign of life after which a rank counts as lost."
 
@@ -192,16 +193,24 @@ def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:
 
 def _prompts_file(path: str) -> Iterator[tuple[str, int | None]]:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            text = file.read(MAX_PROMPTS_CHARACTERS + 1)
-        if len(text) > MAX_PROMPTS_CHARACTERS:
-            raise ValueError(f"it holds more than {MAX_PROMPTS_CHARACTERS} characters")
-        lines = text.split("\n")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        with open(path, "rb") as file:
+            content = file.read(MAX_PROMPTS_BYTES + 1)
+        if len(content) > MAX_PROMPTS_BYTES:
+            raise ValueError(f"it holds more than {MAX_PROMPTS_BYTES} bytes")
+    except (OSError, ValueError) as error:
         raise OptionError(f"--prompts {path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _prompt_of(line, f"--prompts {path} line {number}")
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        place = f"--prompts {path} line {number}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            wrong = line[error.start]
+            raise OptionError(
+                f"{place} is not UTF-8: byte {error.start + 1} of the line is 0x{wrong:02x}; save "
+                "the file as UTF-8"
+            ) from None
+        if text.strip():
+            yield _prompt_of(text, place)
 
 
 def _prompt_of(line: str, place: str) -> tuple[str, int | None]:

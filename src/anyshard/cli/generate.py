@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
-from anyshard.cli.running import context_limit, layout_of, rank_group, start_engine
+from anyshard.cli.running import Loading, open_model, rank_group, start_engine
 from anyshard.cli.screen import Bar
 from anyshard.errors import OptionError, PromptTooLong
 
 if TYPE_CHECKING:
     from anyshard.answer import Answer
     from anyshard.engine import Engine
-    from anyshard.launcher import RankGroup
     from anyshard.request import Request
     from anyshard.tokenizer import Tokenizer
 
@@ -91,26 +90,22 @@ class _Generate:
 
         Raises: UserError, PeerLost.
         """
-        with rank_group(self.model, self.split) as group:
-            return self._with(group)
+        opened = open_model(self.model, self.split, num_prompts=len(self.texts))
+        with rank_group(opened) as loading:
+            return self._with(loading)
 
-    def _with(self, group: RankGroup) -> int:
-        from anyshard.checkpoint import open_checkpoint
-        from anyshard.engine import f32_profile
+    def _with(self, loading: Loading) -> int:
         from anyshard.tokenizer import open_tokenizer
 
-        checkpoint = open_checkpoint(self.model)
-        config, profile = checkpoint.config, f32_profile()
-        layout = layout_of(config, profile, self.split)
-        limit = context_limit(config, self.split)
-        tokenizer = open_tokenizer(checkpoint)
+        opened = loading.opened
+        limit = opened.limit
+        tokenizer = open_tokenizer(opened.checkpoint)
         requests = [self._request(*text, tokenizer, limit) for text in self.texts]
-        if self.split.max_model_len is None:
+        if not opened.is_final:
             needed = max(len(request.prompt) + request.max_tokens for request in requests)
-            limit = min(limit, -(-needed // profile.kv_block) * profile.kv_block)
-        engine = start_engine(
-            group, config, profile, layout, self.split, limit=limit, num_seqs=len(requests)
-        )
+            block = opened.profile.kv_block
+            limit = min(limit, -(-needed // block) * block)
+        engine = start_engine(loading, limit=limit)
         self.ready_s = time.monotonic()
         if self.flags.idle:
             print(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Machine", "read_machine"]
+__all__ = ["Machine", "read_machine", "read_memory"]
 
 _ISA: Final = (
     "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8",
@@ -59,10 +59,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     flags = set(re.findall(r"^(?:flags|Features)\s*:\s*(.*)$", cpu, re.MULTILINE)[:1] or [""])
     here = {flag for line in flags for flag in line.split()}
     names = re.findall(r"^(?:model name|Processor)\s*:\s*(.*)$", cpu, re.MULTILINE)
-    memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
-    total, free = (1024 * int(memory.get(key, 0)) for key in ("MemTotal", "MemAvailable"))
-    for limit, used in _cgroup_memory(root):
-        total, free = min(total, limit), min(free, max(0, limit - used))
+    memory = read_memory(root) or (0, 0)
     settings = root / "sys/kernel/mm/transparent_hugepage"
     return Machine(
         architecture=platform.machine(),
@@ -71,14 +68,29 @@ def read_machine(root: Path = Path("/")) -> Machine:
         cores=len(os.sched_getaffinity(0)),
         cores_present=os.cpu_count() or 1,
         core_quota=_core_quota(root),
-        memory_total=total,
-        memory_free=free,
+        memory_total=memory[0],
+        memory_free=memory[1],
         huge_pages=_chosen(settings / "enabled"),
         shared_huge_pages=_chosen(settings / "shmem_enabled"),
         compiler=_compiler(),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         torch_extra=importlib.util.find_spec("torch") is not None,
     )
+
+
+def read_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """(in all, free) bytes: what Linux calls available, or what the cgroups leave if that is less.
+
+    None where the system does not say. Held by: test_doctor.py.
+    """
+    text = _text(root / "proc/meminfo")
+    memory = {key: int(kb) for key, kb in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    if not memory.keys() >= {"MemTotal", "MemAvailable"}:
+        return None
+    total, free = (1024 * memory[key] for key in ("MemTotal", "MemAvailable"))
+    for limit, used in _cgroup_memory(root):
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
 
 
 def _text(path: Path) -> str:

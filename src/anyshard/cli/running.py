@@ -1,6 +1,7 @@
-"""What the verbs that run a model share: the rank group, the layout, the engine.
+"""What the verbs that run a model share: the opened checkpoint, the rank group, the engine.
 
-Knows flags and the engine's front half; nothing of prompts or answers.
+What can be refused is refused before the launcher packs a weight. Knows flags and the engine's
+front half; nothing of prompts or answers.
 """
 
 from __future__ import annotations
@@ -10,37 +11,196 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anyshard.cli.flags import SplitFlags
+from anyshard.cli.machine import read_memory
+from anyshard.cli.memory import DEFAULT_SEQUENCES, MemoryNeed, memory_need
 from anyshard.cli.screen import Bar
-from anyshard.errors import OptionError
+from anyshard.errors import AnyshardError, OptionError
 
 if TYPE_CHECKING:
+    from anyshard.checkpoint import Checkpoint
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine
-    from anyshard.launcher import RankGroup
+    from anyshard.launcher import Load, Progress, RankGroup
     from anyshard.layout import Layout
+    from anyshard.model import Program
 
-__all__ = ["context_limit", "layout_of", "rank_group", "start_engine"]
+__all__ = [
+    "Loading",
+    "Opened",
+    "context_limit",
+    "layout_of",
+    "open_model",
+    "rank_group",
+    "start_engine",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model that is opened and cut, of which nothing is loaded.
+
+    `limit` is the most tokens that one of the `num_seqs` sequences in flight may hold; it
+    `is_final` unless the prompts may turn out to need less. `free`: bytes of memory before anything
+    is loaded, None where the system does not say.
+    """
+
+    flags: SplitFlags
+    checkpoint: Checkpoint
+    profile: Profile
+    layout: Layout
+    programs: tuple[Program, ...]
+    num_seqs: int
+    limit: int
+    is_final: bool
+    free: int | None
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the checkpoint."""
+        return self.checkpoint.config
+
+    def fits(self, tokens: int) -> bool:
+        """Whether sequences of so many tokens have room."""
+        return self.free is None or self._need(tokens).total <= self.free
+
+    def admit(self, tokens: int) -> None:
+        """Refuse sequences of so many tokens if they have no room. Raises: LayoutError."""
+        if self.free is not None:
+            self._need(tokens).refuse_over(self.free)
+
+    def _need(self, tokens: int) -> MemoryNeed:
+        return memory_need(
+            self.checkpoint,
+            self.programs,
+            tokens=tokens,
+            num_seqs=self.num_seqs,
+            chunk=self.flags.chunk,
+        )
+
+
+def open_model(
+    model: str | None, flags: SplitFlags, *, num_prompts: int, default_len: int | None = None
+) -> Opened:
+    """Open and cut a model; a Hub id is fetched first, where its cache does not hold it.
+
+    Raises: UserError for what cannot be opened, or cut that way.
+    """
+    from anyshard.checkpoint import open_checkpoint
+    from anyshard.engine import f32_profile
+    from anyshard.model import program
+
+    memory = read_memory()
+    checkpoint, profile = open_checkpoint(_local(model, flags)), f32_profile()
+    layout = layout_of(checkpoint.config, profile, flags)
+    return Opened(
+        flags=flags,
+        checkpoint=checkpoint,
+        profile=profile,
+        layout=layout,
+        programs=tuple(
+            program(checkpoint.config, profile, layout, rank) for rank in range(layout.world)
+        ),
+        num_seqs=min(flags.max_num_seqs or DEFAULT_SEQUENCES, num_prompts),
+        limit=context_limit(checkpoint.config, flags, default=default_len),
+        is_final=flags.max_model_len is not None or default_len is not None,
+        free=None if memory is None else memory[1],
+    )
+
+
+def _local(model: str | None, flags: SplitFlags) -> str | None:
+    """MODEL, or the place of a Hub id in the cache.
+
+    A process of its own fetches it: that leaves threads behind, and the front is yet to fork.
+    """
+    from anyshard.checkpoint import download, find_hub_id
+
+    hub_id = find_hub_id(model)
+    if hub_id is None:
+        return model
+
+    def fetch(progress: Progress) -> tuple[object, bytes]:
+        return None, os.fsencode(download(hub_id))
+
+    with _closed(_group(fetch, flags)) as group:
+        return os.fsdecode(group.wait_loaded())
 
 
 @contextmanager
-def rank_group(model: str | None, split: SplitFlags) -> Iterator[RankGroup]:
-    """A group that begins to load `model` at once, and is closed at the end.
+def rank_group(opened: Opened) -> Iterator[Loading]:
+    """A group that begins to load as soon as all is known to fit, and is closed at the end.
 
     Enter it early: it forks, and the fork wants one thread and little memory.
+
+    Raises: LayoutError, before anything is forked, for what will not fit whatever the prompts are.
     """
     from anyshard.engine import loader
-    from anyshard.launcher import ThreadGroup, fork_launcher
-    from anyshard.worker import rank_main
 
-    load = loader(model, threads=len(os.sched_getaffinity(0)))
+    block = opened.profile.kv_block  # no prompt takes less
+    opened.admit(opened.limit if opened.is_final else min(block, opened.limit))
+    load = loader(opened.checkpoint, threads=len(os.sched_getaffinity(0)))
+    gate = None
+    if opened.flags.comm != "threads" and not opened.fits(opened.limit):
+        gate = _Gate()
+        load = gate.before(load)
+    try:
+        with _closed(_group(load, opened.flags)) as group:
+            yield Loading(opened, group, gate)
+    finally:
+        if gate is not None:
+            gate.close()
+
+
+class _Gate:
+    """What a forked launcher waits at until the front lets it load."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def open(self) -> None:
+        """Let it pass."""
+        os.write(self._write, b"!")
+
+    def close(self) -> None:
+        """In each process once."""
+        os.close(self._read)
+        os.close(self._write)
+
+    def before(self, load: Load) -> Load:
+        """`load`, to be run in the launcher, behind the gate."""
+
+        def wait(progress: Progress) -> tuple[object, bytes]:
+            os.close(self._write)  # the front's alone: with the front gone, nothing is read
+            is_open = os.read(self._read, 1)
+            os.close(self._read)
+            if not is_open:
+                raise AnyshardError("the front has gone")
+            return load(progress)
+
+        return wait
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A rank group that loads `opened`, or waits at its gate."""
+
+    opened: Opened
     group: RankGroup
-    if split.comm == "threads":
-        group = ThreadGroup(load, rank_main)
-    else:
-        group = fork_launcher(load, rank_main, deadline_s=split.deadline)
+    gate: _Gate | None
+
+    def admit(self, tokens: int) -> None:
+        """Sequences hold at most so many tokens: open the gate. Once; raises: LayoutError."""
+        self.opened.admit(tokens)
+        if self.gate is not None:
+            self.gate.open()
+
+
+@contextmanager
+def _closed(group: RankGroup) -> Iterator[RankGroup]:
+    """The group, closed at the end."""
     try:
         yield group
     finally:
@@ -49,6 +209,16 @@ def rank_group(model: str | None, split: SplitFlags) -> Iterator[RankGroup]:
             group.close()
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _group(load: Load, flags: SplitFlags) -> RankGroup:
+    """One that begins to load at once."""
+    from anyshard.launcher import ThreadGroup, fork_launcher
+    from anyshard.worker import rank_main
+
+    if flags.comm == "threads":
+        return ThreadGroup(load, rank_main)
+    return fork_launcher(load, rank_main, deadline_s=flags.deadline)
 
 
 def layout_of(config: ModelConfig, profile: Profile, split: SplitFlags) -> Layout:
@@ -77,34 +247,31 @@ def context_limit(config: ModelConfig, split: SplitFlags, *, default: int | None
     return asked or min(default or config.context, config.context)
 
 
-def start_engine(
-    group: RankGroup,
-    config: ModelConfig,
-    profile: Profile,
-    layout: Layout,
-    split: SplitFlags,
-    *,
-    limit: int,
-    num_seqs: int,
-) -> Engine:
-    """Wait for the weights behind a bar, and start ranks for `num_seqs` of `limit` tokens each."""
+def start_engine(loading: Loading, *, limit: int) -> Engine:
+    """Wait for the weights behind a bar, and start ranks for sequences of `limit` tokens.
+
+    Raises: LayoutError if those have no room.
+    """
     from anyshard.engine import Engine, EngineOptions
 
+    opened = loading.opened
+    flags, layout = opened.flags, opened.layout
+    loading.admit(limit)
     with Bar("loading weights") as bar:
-        group.wait_loaded(bar.update)
+        loading.group.wait_loaded(bar.update)
     engine = Engine(
-        group,
-        config,
-        profile,
+        loading.group,
+        opened.config,
+        opened.profile,
         layout,
         EngineOptions(
-            kernels=split.kernels,
-            comm=split.comm,
-            threads=split.threads,
-            chunk=min(split.chunk, limit),
-            max_num_seqs=min(split.max_num_seqs, num_seqs),
+            kernels=flags.kernels,
+            comm=flags.comm,
+            threads=flags.threads,
+            chunk=min(flags.chunk, limit),
+            max_num_seqs=opened.num_seqs,
             max_model_len=limit,
-            deadline_s=split.deadline,
+            deadline_s=flags.deadline,
         ),
         cores=len(os.sched_getaffinity(0)),
     )

@@ -1,0 +1,118 @@
+"""What a split takes of this host's memory, and whether that is there: one answer for every verb.
+
+Counted before anything is loaded: the weight image, the KV of all sequences in flight, the
+buffers that grow with flags, and a lump for each process. Knows programs and plans; reads no
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from anyshard.errors import LayoutError
+
+if TYPE_CHECKING:
+    from anyshard.checkpoint import Checkpoint
+    from anyshard.model import Program
+
+__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need", "size_text"]
+
+DEFAULT_SEQUENCES: Final = 32  # of --max-num-seqs
+PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes on this host: `weights` once, the rest over all ranks.
+
+    `kv` holds `num_seqs` sequences of `tokens` tokens; `buffers` are those that grow with
+    --chunk, --max-num-seqs and --max-model-len; `processes` are front, launcher and ranks.
+    """
+
+    weights: int
+    kv: int
+    buffers: int
+    processes: int
+    num_seqs: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.weights + self.kv + self.buffers + self.processes
+
+    def refuse_over(self, free: int) -> None:
+        """Say what is short, and what would help.
+
+        Raises: LayoutError with both numbers if more than `free` bytes are needed.
+        Held by: test_admission.py, test_doctor.py.
+        """
+        if self.total <= free:
+            return
+        sequences = f"{self.num_seqs} sequence{'s' if self.num_seqs > 1 else ''}"
+        raise LayoutError(
+            f"{size_text(self.total)} of memory are needed and {size_text(free)} are free "
+            f"(weights {size_text(self.weights)}, KV of {sequences} of {self.tokens} tokens "
+            f"{size_text(self.kv)}, buffers and processes "
+            f"{size_text(self.buffers + self.processes)}); {self._remedy(free)}"
+        )
+
+    def _remedy(self, free: int) -> str:
+        if self.weights + self.processes > free:
+            if self.processes > max(self.weights, 3 * PROCESS_BYTES):
+                return "take fewer ranks (-tp, -pp), or end other programs"
+            return "end other programs, or take a smaller model"
+        flags = ["--max-model-len"]
+        flags += ["--max-num-seqs"] if self.num_seqs > 1 else []
+        flags += ["--chunk"] if self.buffers > self.kv else []
+        return f"lower {' or '.join(flags)}, end other programs, or take a smaller model"
+
+
+def memory_need(
+    checkpoint: Checkpoint,
+    programs: Sequence[Program],
+    *,
+    tokens: int,
+    num_seqs: int,
+    chunk: int,
+) -> MemoryNeed:
+    """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
+
+    KV counts in full, though its pages are touched only as tokens arrive: what has been admitted
+    must not fail for memory later. Held by: test_admission.py (the sizes of a run).
+    """
+    from anyshard.checkpoint import image_directory
+    from anyshard.comm.region import RegionLayout
+    from anyshard.engine import EngineOptions, plan_epoch
+    from anyshard.worker import buffer_bytes
+
+    options = EngineOptions(
+        max_model_len=tokens, max_num_seqs=num_seqs, chunk=min(chunk, tokens), threads=1
+    )
+    plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
+    _, weights = image_directory(checkpoint.config, checkpoint.sources)
+    return MemoryNeed(
+        weights=weights,
+        kv=sum(kv_bytes(each, tokens=tokens) for each in programs) * num_seqs,
+        buffers=RegionLayout.of(plan.sizes).total_bytes
+        + sum(buffer_bytes(each, plan.ranks) for each in programs),
+        processes=(len(programs) + 2) * PROCESS_BYTES,
+        num_seqs=num_seqs,
+        tokens=tokens,
+    )
+
+
+def kv_bytes(part: Program, *, tokens: int) -> int:
+    """Bytes of one rank for one sequence, in whole pages."""
+    block = part.profile.kv_block
+    floats_per_token = sum(op.kv_floats_per_key for op in part.ops)
+    return 4 * floats_per_token * (-(-tokens // block) * block)
+
+
+def size_text(num_bytes: int) -> str:
+    """Decimal, three digits or so: 538 MB, 1.2 GB."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.1f} MB"
