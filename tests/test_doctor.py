@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 from models import ADVERSARIAL_9_3, QWEN2_SHAPED, hf_config, write_hf_model
 
+import anyshard
 from anyshard.checkpoint import build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
 from anyshard.cli.doctor import doctor, examine
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import read_machine
+from anyshard.cli.stale import native_is_stale
 from anyshard.config import ModelConfig
 from anyshard.errors import LayoutError
+from anyshard.ops import native_module
 
 COMMAND = (sys.executable, "-m", "anyshard.cli")
 GIB = 1 << 30
@@ -234,6 +238,27 @@ def test_what_is_missing_is_told_with_what_to_type(
         assert words in typed
     assert "shmem_enabled" not in typed
     assert any("without a tokenizer" in what for what in missing)
+
+
+def test_a_module_of_other_sources_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout: one byte of one header makes the difference."""
+    package = Path(anyshard.__file__).parent
+    if native_module() is None or not (package / "_native" / "bindings.cpp").is_file():
+        pytest.skip("needs a native module and its sources")
+    assert not native_is_stale(), "make setup"
+    shutil.copytree(package / "_native", tmp_path / "_native")
+    monkeypatch.setattr(anyshard, "__file__", str(tmp_path / "__init__.py"))
+    assert not native_is_stale()
+    with (tmp_path / "_native" / "half.h").open("a") as file:
+        file.write("\n")
+    assert native_is_stale()
+    path = write_hf_model(tmp_path / "model", ADVERSARIAL_9_3, seed=1)
+    missing = examine(str(path), SplitFlags(), read_machine())["missing"]
+    assert [entry["type"] for entry in missing if "older" in entry["what"]] == [
+        "make setup, in the sources"
+    ]
+    shutil.rmtree(tmp_path / "_native")  # as where no sources are installed
+    assert not native_is_stale()
 
 
 @pytest.mark.parametrize(

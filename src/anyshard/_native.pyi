@@ -41,6 +41,7 @@ __all__ = [
     "pack_panels",
     "shm_abort",
     "shm_publish",
+    "sources_sha256",
 ]
 
 Body = Literal["avx2", "scalar"]
@@ -50,6 +51,9 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 Panels = npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8]
+
+sources_sha256: str
+"""Of the sources that it was built from, as cli/stale.py computes it."""
 
 def available_bodies() -> list[str]:
     """Bodies that this CPU can run, the fastest first; "scalar" is always there."""

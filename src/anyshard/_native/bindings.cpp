@@ -208,7 +208,12 @@ void bind_functions(nb::module_& m) {
 }  // namespace
 }  // namespace anyshard
 
+#ifndef ANYSHARD_SOURCES_SHA256  // of a build without CMake
+#define ANYSHARD_SOURCES_SHA256 ""
+#endif
+
 NB_MODULE(_native, m) {
+  m.attr("sources_sha256") = ANYSHARD_SOURCES_SHA256;  // cmake/sources_hash.cmake
   anyshard::bind_pool(m);
   anyshard::bind_embed(m);
   anyshard::bind_qkv(m);

@@ -113,6 +113,8 @@ def _kernels(split: SplitFlags) -> Facts:
 
 def _missing_here(machine: Machine, bodies: list[str]) -> list[tuple[str, str]]:
     """(what, what to type) of the machine and the installation."""
+    from anyshard.cli.stale import native_is_stale
+
     missing = []
     if len(bodies) == 1:
         have = machine.compiler and machine.python_headers
@@ -121,6 +123,13 @@ def _missing_here(machine: Machine, bodies: list[str]) -> list[tuple[str, str]]:
             (
                 "no native kernels: the same bits, some hundred times slower",
                 f"{tools}make clean, and make demo or make setup, in the sources",
+            )
+        )
+    if native_is_stale():
+        missing.append(
+            (
+                "the native module is older than its sources here: changes in them do not run",
+                "make setup, in the sources",
             )
         )
     for name, setting, of_what in (
