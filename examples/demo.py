@@ -76,12 +76,19 @@ def command(*flags: str) -> list[str]:
     return [str(anyshard), *ask, *flags]
 
 
+def environment() -> dict[str, str]:
+    """A demo leaves nothing in the user's cache, also where packing is slow enough to keep."""
+    return os.environ | {"ANYSHARD_CACHE": "false"}
+
+
 def streamed(*flags: str) -> Run:
     """Run with the answer streaming to our stdout, and read the closing line on stderr."""
     answer = b""
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=errors) as process,
+        subprocess.Popen(
+            command(*flags), stdout=subprocess.PIPE, stderr=errors, env=environment()
+        ) as process,
     ):
         assert process.stdout is not None
         while piece := os.read(process.stdout.fileno(), 4096):
@@ -106,7 +113,7 @@ def streamed(*flags: str) -> Run:
 
 def measured(*flags: str) -> tuple[Run, str]:
     """Run with --json; also returns the name of the kernels that computed."""
-    done = subprocess.run(command(*flags, "--json"), capture_output=True)
+    done = subprocess.run(command(*flags, "--json"), capture_output=True, env=environment())
     if done.returncode:
         sys.stderr.buffer.write(done.stderr)
         sys.exit(done.returncode)

@@ -39,7 +39,15 @@ class Screen:
     def __init__(self, folder: str) -> None:
         self._tmux = ["tmux", "-L", f"anyshard-{os.getpid()}", "-f", os.devnull]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        shell = ["env", f"PATH={path}", "PS1=$ ", "bash", "--norc", "--noprofile"]
+        shell = [
+            "env",
+            f"PATH={path}",
+            "ANYSHARD_CACHE=false",
+            "PS1=$ ",
+            "bash",
+            "--norc",
+            "--noprofile",
+        ]
         size = ["-x", "100", "-y", "60"]
         self._run("new-session", "-d", *size, "-c", folder, *shell)
 

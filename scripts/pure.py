@@ -41,7 +41,10 @@ def install(folder: Path) -> Path:
 def generate(command: Path, *flags: str) -> dict[str, Any]:
     """What `anyshard generate --json` says. `command`: which one."""
     done = subprocess.run(
-        [str(command), "generate", *flags, *ASKED], stdout=subprocess.PIPE, check=True, cwd="/"
+        [str(command), "generate", *flags, *ASKED, "--no-cache"],
+        stdout=subprocess.PIPE,
+        check=True,
+        cwd="/",
     )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -28,7 +28,10 @@ def outputs(block: str) -> str:
     """The block with every command's output as it is now."""
     lines: list[str] = []
     for command in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
-        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "ANYSHARD_CACHE": "false",  # the user's stays as it is
+        }
         done = subprocess.run(
             ["bash", "-c", command],
             stdout=subprocess.PIPE,

@@ -131,7 +131,7 @@ def test_load_reports_progress_and_hands_its_payload_over() -> None:
 
     with launched(load) as handle:
         seen: list[tuple[int, int]] = []
-        payload = handle.wait_loaded(lambda done, total: seen.append((done, total)))
+        payload = handle.wait_loaded(lambda done, total, doing="": seen.append((done, total)))
         assert payload == b"config"
         assert 90 <= len(seen) <= 101
         assert seen == sorted(seen)

@@ -17,7 +17,7 @@ import numpy as np
 from anyshard.batch import Batch, Limits, Sequence, Tick, apply, end_session, next_tick
 from anyshard.binder import FaultCode
 from anyshard.checkpoint import Checkpoint
-from anyshard.checkpoint.image import build_image
+from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.comm.base import CommKind
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, Result
 from anyshard.config import ModelConfig, Profile
@@ -60,12 +60,18 @@ def f32_profile() -> Profile:
     return Profile(constants_sha256=constants_sha256())
 
 
-def loader(checkpoint: Checkpoint, *, threads: int) -> Callable[[Progress], tuple[object, bytes]]:
-    """What the launcher runs once: pack the weight image of a checkpoint opened before the fork."""
+def loader(
+    checkpoint: Checkpoint, *, threads: int, cache: ImageCache | None = None
+) -> Callable[[Progress], tuple[object, bytes]]:
+    """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
+
+    An image in `cache` is read instead, where one is. The payload is a sentence for the user, in
+    UTF-8, or empty.
+    """
 
     def load(progress: Progress) -> tuple[object, bytes]:
-        image = build_image(checkpoint, threads=threads, progress=progress)
-        return Served(checkpoint.config, f32_profile(), image), b""
+        image, note = load_image(checkpoint, threads=threads, cache=cache, progress=progress)
+        return Served(checkpoint.config, f32_profile(), image), note.encode("utf-8", "replace")
 
     return load
 

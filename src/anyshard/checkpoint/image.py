@@ -45,14 +45,21 @@ from anyshard.ops.storage import (
     unpack,
 )
 
-__all__ = ["ImageTensor", "WeightImage", "build_image", "image_directory"]
+__all__ = [
+    "NATIVE_TYPES",
+    "ImageTensor",
+    "WeightImage",
+    "build_image",
+    "image_directory",
+    "sealed_image",
+]
 
 _MATRIX_ALIGNMENT: Final = 4096
 _VECTOR_ALIGNMENT: Final = 64
 _CHUNK_BYTES: Final = (
     1 << 20
 )  # float32 bytes that NumPy widens at a time; four times as many are slower
-_NATIVE_TYPES: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_1"})  # of pack_panels
+NATIVE_TYPES: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_1"})  # of pack_panels
 _KEPT: Final[Mapping[TensorType, Storage]] = {
     "F16": "float16",
     "BF16": "bfloat16",
@@ -175,19 +182,41 @@ def build_image(
         raise ValueError(f"threads is {threads}; at least 1 is needed")
     wanted = checkpoint.sources if names is None else {n: checkpoint.sources[n] for n in names}
     directory, num_bytes = image_directory(checkpoint.config, wanted)
+    pack = _packer(kernels, threads)
+
+    def fill(region: NDArray[np.uint8], fd: int) -> None:
+        _fill(region, wanted, directory, checkpoint.path, pack, progress)
+
+    return sealed_image(directory, num_bytes, fill, label=checkpoint.path, free_bytes=free_bytes)
+
+
+def sealed_image(
+    directory: Mapping[str, ImageTensor],
+    num_bytes: int,
+    fill: Callable[[NDArray[np.uint8], int], None],
+    *,
+    label: Path,
+    free_bytes: int | None = None,
+) -> WeightImage:
+    """A new image whose zeroed region of `num_bytes` was filled by `fill`, then sealed.
+
+    `fill` gets the region mapped, and the descriptor of its file: either will do.
+
+    Raises: CheckpointError naming `label` where the memory will not suffice, before any is taken;
+    what `fill` raises, and then nothing is left of the region.
+    """
     free = _available_bytes() if free_bytes is None else free_bytes
     if free is not None and num_bytes > free:
         raise CheckpointError(
-            f"{checkpoint.path}: the weights need {num_bytes / 1e9:.1f} GB of memory, but "
+            f"{label}: the weights need {num_bytes / 1e9:.1f} GB of memory, but "
             f"{free / 1e9:.1f} GB are free; end other programs or take a smaller model"
         )
-    pack = _packer(kernels, threads)
     fd = os.memfd_create("anyshard-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
         mapped = mmap.mmap(fd, num_bytes)
         _advise_huge(mapped)
-        _fill(np.frombuffer(mapped, np.uint8), wanted, directory, checkpoint.path, pack, progress)
+        fill(np.frombuffer(mapped, np.uint8), fd)
         mapped.close()  # a writable mapping would keep the seals off
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return WeightImage(fd, directory, num_bytes)
@@ -281,7 +310,7 @@ def _packer(choice: KernelChoice, threads: int) -> _Packer:
         return finite
 
     def pack(target: Panels, source: TensorSource) -> bool:
-        if source.type in _NATIVE_TYPES:
+        if source.type in NATIVE_TYPES:
             return pack_raw(target, source.raw, source.type, source.shape, source.row_map)
         finite = True
         for panel, rows in _widened(source, threads):

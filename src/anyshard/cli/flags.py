@@ -63,6 +63,8 @@ class SplitFlags:
     "Prompts in flight at once, 32 by default; doctor counts the KV of one unless it is given."
     deadline: float = 10.0
     "Seconds without a sign of life after which a rank counts as lost."
+    cache: bool = True
+    "Keep packed weights in the user's cache where that makes the next load faster."
 
     def __post_init__(self) -> None:
         in_range("tensor-parallel-size", self.tensor_parallel_size, 1, 1 << 16)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyshard.cli.flags import SplitFlags
@@ -22,6 +23,7 @@ from anyshard.errors import AnyshardError, OptionError
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
+    from anyshard.checkpoint.cache import ImageCache
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine
     from anyshard.launcher import Load, Progress, RankGroup
@@ -32,6 +34,7 @@ __all__ = [
     "Loading",
     "Opened",
     "context_limit",
+    "image_cache",
     "layout_of",
     "open_model",
     "rank_group",
@@ -137,11 +140,13 @@ def rank_group(opened: Opened) -> Iterator[Loading]:
 
     Raises: LayoutError, before anything is forked, for what will not fit whatever the prompts are.
     """
+    from anyshard.checkpoint.cache import clear_abandoned
     from anyshard.engine import loader
 
     block = opened.profile.kv_block  # no prompt takes less
     opened.admit(opened.limit if opened.is_final else min(block, opened.limit))
-    load = loader(opened.checkpoint, threads=len(os.sched_getaffinity(0)))
+    cache = image_cache(opened.flags)
+    load = loader(opened.checkpoint, threads=len(os.sched_getaffinity(0)), cache=cache)
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):
         gate = _Gate()
@@ -152,6 +157,8 @@ def rank_group(opened: Opened) -> Iterator[Loading]:
     finally:
         if gate is not None:
             gate.close()
+        if cache is not None and cache.folder is not None:
+            clear_abandoned(cache.folder)  # a launcher that was killed leaves its file
 
 
 class _Gate:
@@ -221,6 +228,17 @@ def _group(load: Load, flags: SplitFlags) -> RankGroup:
     return fork_launcher(load, rank_main, deadline_s=flags.deadline)
 
 
+def image_cache(flags: SplitFlags) -> ImageCache | None:
+    """Where packed weights are kept, by the XDG rules; None with --no-cache."""
+    from anyshard.checkpoint.cache import ImageCache
+
+    if not flags.cache:
+        return None
+    places = (os.environ.get("XDG_CACHE_HOME", ""), f"{os.environ.get('HOME', '')}/.cache")
+    base = next((place for place in places if place.startswith("/") and place != "/.cache"), None)
+    return ImageCache(folder=None if base is None else Path(base, "anyshard", "images"))
+
+
 def layout_of(config: ModelConfig, profile: Profile, split: SplitFlags) -> Layout:
     """The cuts that the flags ask for. Raises: LayoutError."""
     from anyshard.layout import plan
@@ -258,7 +276,9 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
     flags, layout = opened.flags, opened.layout
     loading.admit(limit)
     with Bar("loading weights") as bar:
-        loading.group.wait_loaded(bar.update)
+        note = loading.group.wait_loaded(bar.update).decode("utf-8", "replace")
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     engine = Engine(
         loading.group,
         opened.config,

@@ -26,10 +26,11 @@ class Bar:
             self._bar.start()
         return self
 
-    def update(self, done: int, total: int) -> None:
-        """`done` of `total` steps are over; at the end the bar goes."""
+    def update(self, done: int, total: int, doing: str = "") -> None:
+        """`done` of `total` steps are over, now `doing` that; at the end the bar goes."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
+            label = doing or self._label
+            self._bar.update(self._task, completed=done, total=total, description=label)
             if done >= total:
                 self._bar.stop()
 

@@ -46,10 +46,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Launcher: `done` of `total` units of loading."""
+    """Launcher: `done` of `total` units of loading, and what it is doing if that has a name."""
 
     done: int
     total: int
+    doing: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -155,9 +155,9 @@ class LauncherHandle:
             if deadline is not None and time.monotonic() > deadline:
                 raise PeerLost(f"loading took more than {deadline_s:g} s")
             match self._next_message(_SLICE_S):
-                case LoadProgress(done, total):
+                case LoadProgress(done, total, doing):
                     if progress is not None:
-                        progress(done, total)
+                        progress(done, total, doing)
                 case Loaded(payload):
                     return payload
                 case Failed() as failed:

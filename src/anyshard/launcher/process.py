@@ -273,12 +273,12 @@ def _percent_sender(channel: Channel) -> Progress:
     """Sends at most about a hundred messages, so that a front that does not look blocks nobody."""
     sent = -1
 
-    def send(done: int, total: int) -> None:
+    def send(done: int, total: int, doing: str = "") -> None:
         nonlocal sent
         percent = 100 * done // max(total, 1)
         if percent > sent:
             sent = percent
-            channel.send(LoadProgress(done, total))
+            channel.send(LoadProgress(done, total, doing))
 
     return send
 

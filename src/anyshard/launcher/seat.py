@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -47,7 +48,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
         return self.sizes.wires.world
 
 
-Progress = Callable[[int, int], None]
+class Progress(Protocol):
+    """Hears that `done` of `total` units of loading are over, and, if not empty, what is doing."""
+
+    def __call__(self, done: int, total: int, doing: str = "") -> None:
+        """`done` never falls."""
+        ...
+
+
 #: Runs once in the launcher: (state that every rank inherits, payload for the front).
 Load = Callable[[Progress], tuple[object, bytes]]
 

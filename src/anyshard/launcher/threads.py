@@ -38,7 +38,7 @@ class ThreadGroup:
         self, progress: Progress | None = None, *, deadline_s: float | None = None
     ) -> bytes:
         """Run `load` here and now."""
-        self._state, payload = self._load(progress or (lambda done, total: None))
+        self._state, payload = self._load(progress or (lambda done, total, doing="": None))
         return payload
 
     def start(self, start: Start) -> FrontControl:
