@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
 from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need, size_text
-from anyshard.cli.running import context_limit, layout_of
+from anyshard.cli.running import context_limit, image_cache, layout_of
 from anyshard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def examine(model: str | None, split: SplitFlags, machine: Machine) -> Facts:
                 raise
             text = f"{error}; doctor itself downloads nothing, generate and chat do"
             raise CheckpointError(text) from None
-        facts |= _model(checkpoint, machine, split)
+        facts |= _model(checkpoint, machine, split) | {"cache": _cache(checkpoint, split)}
         missing += _missing_in(checkpoint)
     facts["missing"] = [{"what": what, "type": command} for what, command in missing]
     return facts
@@ -233,6 +233,23 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
     }
 
 
+def _cache(checkpoint: Checkpoint, split: SplitFlags) -> Facts:
+    """What is kept where, and `not_kept`: why this model's image is not, or None."""
+    from anyshard.checkpoint.cache import cache_problem, stored_images
+    from anyshard.ops import choose_body
+
+    cache = image_cache(split)
+    if cache is None:
+        return {"folder": None, "images": 0, "bytes": 0, "not_kept": "--no-cache was given"}
+    images, num_bytes = stored_images(cache)
+    return {
+        "folder": None if cache.folder is None else str(cache.folder),
+        "images": images,
+        "bytes": num_bytes,
+        "not_kept": cache_problem(cache, checkpoint, body=choose_body("auto")),
+    }
+
+
 def _count(shape: tuple[int, ...]) -> int:
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
@@ -333,8 +350,21 @@ def _model_lines(facts: Facts) -> list[str]:
             f"{size_text(model['file_bytes'])} in the file ({types})",
             f"{size_text(model['memory_bytes'])} {grown}",
         ),
+        *_cache_lines(facts["cache"]),
         _row("profile", f"{facts['profile']['name']} {facts['profile']['sha256'][:12]}"),
         _row("split", f"tp {facts['split']['tp']} pp {facts['split']['pp']}"),
+    ]
+
+
+def _cache_lines(cache: Facts) -> list[str]:
+    folder = cache["folder"] or "none"
+    home = os.environ.get("HOME", "")
+    if home and folder.startswith(f"{home}/"):
+        folder = f"~{folder.removeprefix(home)}"
+    reason = cache["not_kept"]
+    return [
+        _row("cache", folder, f"{cache['images']} packed images of {size_text(cache['bytes'])}"),
+        _row("", f"not this model's: {reason}" if reason else "this model's goes there"),
     ]
 
 
