@@ -1,5 +1,7 @@
 """Every mistake through the command: exit 2, one sentence, nothing on stdout, no traceback.
 
+A cache that cannot be used is no mistake: the same one sentence, and the run goes on.
+
 docs/refusals.md shows the sentences; it is written from these cases and held to them:
 `python tests/test_refusals.py` writes it again. The cases of the readers and the configuration
 are those of their own tests.
@@ -7,6 +9,7 @@ are those of their own tests.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -51,6 +54,11 @@ A mistake ends in exit code 2 and one sentence on stderr; stdout stays empty and
 behind. Sizes and offsets in files are checked against the length of the file before anything is
 allocated. This page is written from the cases of `tests/test_refusals.py`, which holds it true;
 `DIR` stands for a folder.
+"""
+
+NOTES_INTRODUCTION = """## The image cache
+
+These are no refusals: the run goes on, and stderr has one note.
 """
 
 
@@ -319,11 +327,68 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         "a value out of range": (with_variable("ANYSHARD_TP", "0"), "is 0"),
     },
 }  # fmt: skip
+
+
+def cached_tiny(folder: Path) -> list[str]:
+    write_tiny_gguf(folder / "tiny.gguf", types={"layers.0.gate": "Q4_0"})
+    return [str(folder / "tiny.gguf"), "--prompt", "abc", "--max-tokens", "1", "--ignore-eos"]
+
+
+def a_file_in_the_way(folder: Path) -> None:
+    (folder / "anyshard").write_text("")
+
+
+def open_to_others(folder: Path) -> None:
+    (folder / "anyshard" / "images").mkdir(parents=True)
+    (folder / "anyshard" / "images").chmod(0o777)
+
+
+def full(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("anyshard.checkpoint.cache._free_bytes", lambda place: 64 << 10)
+
+
+def fills_up(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr("os.fsync", fsync)
+
+
+def read_only(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    patch.setattr("os.rename", rename)
+
+
+def homeless(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("XDG_CACHE_HOME")
+    patch.delenv("HOME", raising=False)
+
+
+NOTES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
+    "the disk is too full to begin": (full, "no space left in DIR/anyshard/images ("),
+    "the disk fills up while it is written": (fills_up, "no space left in DIR/anyshard/images;"),
+    "the disk is read-only": (read_only, "DIR/anyshard/images is read-only"),
+    "a file in its place": (lambda d, _: a_file_in_the_way(d), "(Not a directory)"),
+    "a folder in which others may write": (lambda d, _: open_to_others(d), "others may write in"),
+    "no home": (homeless, "neither XDG_CACHE_HOME nor HOME names a folder"),
+}  # test_cache_command.py has the first three on disks that are so
 CASES = {
     f"{section}: {name}": case
     for section, cases in SECTIONS.items()
     for name, case in cases.items()
 }
+
+
+def noted(name: str, folder: Path) -> tuple[int, str, str]:
+    """`said` of a sound model, with something wrong with the cache; stderr is the note alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        NOTES[name][0](folder, patch)
+        code, out, err = said(cached_tiny, folder)
+    notes = [line for line in err.splitlines(keepends=True) if line.startswith("note: ")]
+    return code, out, "".join(notes)
 
 
 def said(build: Build, folder: Path) -> tuple[int, str, str]:
@@ -361,7 +426,7 @@ def documented() -> Iterator[str]:
 def row(name: str, sentence: str) -> str:
     """One line of the table; what a library says about JSON is left out."""
     text = re.sub(r"not valid JSON \(.*\)", "not valid JSON (…)", sentence.strip())
-    shown = text.removeprefix("anyshard: ").replace("|", "\\|")
+    shown = text.removeprefix("anyshard: ").removeprefix("note: ").replace("|", "\\|")
     return f"| {name.replace('|', chr(92) + '|')} | {shown} |"
 
 
@@ -378,7 +443,18 @@ def test_a_mistake_is_one_sentence_and_exit_2(name: str, tmp_path: Path, documen
 
 def test_the_table_has_a_row_for_each_case_and_no_other(documented: str) -> None:
     rows = [line for line in documented.splitlines() if line.startswith("| ")]
-    assert len(rows) - 2 * len(SECTIONS) == len(CASES)
+    assert len(rows) - 2 * (len(SECTIONS) + 1) == len(CASES) + len(NOTES)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_cache_that_cannot_be_used_is_one_sentence_and_an_answer(
+    name: str, tmp_path: Path, documented: str
+) -> None:
+    code, out, note = noted(name, tmp_path)
+    assert code == 0 and out and note.count("\n") == 1
+    assert NOTES[name][1] in note and note.endswith("; --no-cache stops trying\n")
+    assert row(name, note) in documented.splitlines()
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".part", ".image")]
 
 
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
@@ -427,6 +503,10 @@ def document() -> str:
         for name, (build, _) in cases.items():
             with TemporaryDirectory() as folder:
                 parts.append(row(name, said(build, Path(folder))[2]) + "\n")
+    parts.append(f"\n{NOTES_INTRODUCTION}\n| what is wrong | what is said |\n| --- | --- |\n")
+    for name in NOTES:
+        with TemporaryDirectory() as folder:
+            parts.append(row(name, noted(name, Path(folder))[2]) + "\n")
     return "".join(parts)
 
 
