@@ -322,6 +322,10 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
     "Variables": {
         "misspelt": (with_variable("ANYSHARD_MAX_TOKNS", "3"), "nearest that exists is ANYSHARD_M"),
         "like no flag": (with_variable("ANYSHARD_QQ", "3"), "ANYSHARD_QQ is no flag"),
+        "a flag that takes something away": (
+            with_variable("ANYSHARD_NO_CACHE", "true"),
+            "the nearest that exists is ANYSHARD_CACHE",
+        ),
         "empty": (with_variable("ANYSHARD_THREADS", ""), "ANYSHARD_THREADS is empty"),
         "an unknown value": (with_variable("ANYSHARD_KERNELS", "fast"), "fast"),
         "a value out of range": (with_variable("ANYSHARD_TP", "0"), "is 0"),

@@ -82,10 +82,9 @@ def not_worth_caching(
 ) -> str | None:
     """Why images of these tensors are built every time; None if they are worth a file. Pure.
 
-    Reading back checked takes 0.61 s of a core for 538 MB, half of it sha256, and the write before
-    it 1.5 s and the disk. Packed natively, the same model takes 0.4 s; where NumPy widens first
-    (Q4_0 0.95 s, Q5_0 1.0 s) the read wins. An image over half the bound would push out everything
-    else.
+    Seconds of a core for the 538 MB of SmolLM2: 0.66 to read back checked, half of them sha256;
+    0.50 to pack natively (Q4_1); 0.83 to 0.97 where NumPy widens first (Q4_0, Q5_0), so there the
+    read wins, by little. An image over half the bound would push out everything else.
 
     Held by: test_cache.py::test_only_what_packs_slower_than_it_reads_is_cached.
     """

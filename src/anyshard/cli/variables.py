@@ -61,8 +61,11 @@ def _check_elsewhere(name: str, root: App) -> None:
 
 
 def _names(arguments: ArgumentCollection) -> Iterator[str]:
-    """`ANYSHARD_MAX_TOKENS` and `ANYSHARD_N` of --max-tokens, -n."""
+    """`ANYSHARD_MAX_TOKENS` and `ANYSHARD_N` of --max-tokens, -n.
+
+    Not `ANYSHARD_NO_CACHE` of --no-cache: of true and false, cyclopts would make the opposite.
+    """
     for argument in arguments:
-        for name in argument.names:
+        for name in set(argument.names) - set(argument.negatives):
             if not name.startswith("*"):  # a record of flags, not a flag
                 yield PREFIX + name.lstrip("-").upper().replace("-", "_").replace(".", "_")
