@@ -158,7 +158,7 @@ def test_memory_that_will_not_suffice_is_refused_also_from_the_cache(
     q4k: Checkpoint, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded(q4k, images)
-    monkeypatch.setattr("anyshard.checkpoint.image._available_bytes", lambda: 1000)
+    monkeypatch.setattr("anyshard.checkpoint.image.available_bytes", lambda: 1000)
     with packing_is_forbidden(), pytest.raises(CheckpointError, match=r"but 0\.0 GB are free"):
         loaded(q4k, images)
     assert only_file(images).suffix == ".image"

@@ -49,6 +49,7 @@ __all__ = [
     "NATIVE_TYPES",
     "ImageTensor",
     "WeightImage",
+    "available_bytes",
     "build_image",
     "image_directory",
     "sealed_image",
@@ -205,7 +206,7 @@ def sealed_image(
     Raises: CheckpointError naming `label` where the memory will not suffice, before any is taken;
     what `fill` raises, and then nothing is left of the region.
     """
-    free = _available_bytes() if free_bytes is None else free_bytes
+    free = available_bytes() if free_bytes is None else free_bytes
     if free is not None and num_bytes > free:
         raise CheckpointError(
             f"{label}: the weights need {num_bytes / 1e9:.1f} GB of memory, but "
@@ -225,7 +226,7 @@ def sealed_image(
         raise
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that can be had without swapping; None where the system does not say."""
     try:
         text = Path("/proc/meminfo").read_text("ascii")
