@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from anyshard.accuracy.hf_fields import hf_config
 from anyshard.checkpoint.names import hf_name
-from anyshard.config import Llama3Scaling, ModelConfig
+from anyshard.config import ModelConfig
 
 F32 = NDArray[np.float32]
 
@@ -106,50 +107,6 @@ def read_hf_weights(directory: Path, config: ModelConfig) -> dict[str, F32]:
     """Canonical name to float32 array, by the safetensors library, not by the package."""
     stored = load_file(directory / "model.safetensors")
     return {name: stored[hf_name(name)] for name in config.tensor_shapes()}
-
-
-def hf_config(config: ModelConfig) -> dict[str, object]:
-    """The fields of config.json from which `config_from_hf` gives `config` again."""
-    raw: dict[str, object] = {
-        "architectures": [
-            {
-                "llama": "LlamaForCausalLM",
-                "qwen2": "Qwen2ForCausalLM",
-                "qwen3": "Qwen3ForCausalLM",
-            }[config.architecture]
-        ],
-        "model_type": config.architecture,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tied,
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    if isinstance(config.rope_scaling, Llama3Scaling):
-        scaling = config.rope_scaling
-        raw["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    if config.architecture in ("llama", "qwen3"):
-        assert config.qkv_bias == config.o_bias, "HF has one flag for both"
-        raw |= {"head_dim": config.head_dim, "attention_bias": config.qkv_bias}
-        raw |= {"mlp_bias": config.mlp_bias} if config.architecture == "llama" else {}
-    else:
-        assert config.head_dim * config.num_heads == config.hidden, "qwen2 derives head_dim"
-    return raw
 
 
 def random_weights(config: ModelConfig, *, seed: int, adversarial: bool) -> dict[str, F32]:

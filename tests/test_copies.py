@@ -13,10 +13,10 @@ import pytest
 from driver import served
 from gguf_models import write_gguf_model
 from grid import Cell, Model, hashed_tokens, run_cell
-from models import hf_config
 from safetensors.numpy import save_file
 from test_checkpoint_gguf import needs_demo
 
+from anyshard.accuracy.hf_fields import hf_config
 from anyshard.checkpoint import Checkpoint, WeightImage, build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
 

