@@ -125,3 +125,4 @@ def test_a_directory_is_measured_beside_hf(tmp_path: Path) -> None:
     assert report.passed
     assert report.manifest.peer is not None and "transformers" in report.manifest.peer
     assert told == sorted(told) and told[-1] == (2 * 70 + 75, 2 * 70 + 75)
+    assert (70 + 5 + 35, 2 * 70 + 75) in told  # HF's pass tells its layers, here the first of two

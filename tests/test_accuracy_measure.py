@@ -278,11 +278,13 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read() -> None:
-    need = needed_bytes(open_checkpoint(None).config, against="float64")
+    config = open_checkpoint(None).config
+    need = needed_bytes(config, against="float64", length=64)
     assert need > 12 * 134e6
     with pytest.raises(CheckpointError, match=r"135 million weights.*needs 2\.0 GB.*1\.5 GB are"):
-        measure(None, free_bytes=1_500_000_000)
-    assert needed_bytes(open_checkpoint(None).config, against="hf") > need + 4 * 134e6
+        measure(None, lengths=[64], free_bytes=1_500_000_000)
+    assert needed_bytes(config, against="hf", length=64) > need + 4 * 134e6
+    assert needed_bytes(config, against="float64", length=1500) > need
 
 
 def test_a_model_that_overflows_is_refused_with_position_and_op(tmp_path: Path) -> None:

@@ -106,22 +106,35 @@ class HfRun:
     """One forward pass over `tokens`; logits are made piece by piece, so that they need not fit.
 
     With a meter, the pass tells it what every op wrote. Bits are those of the plain pass.
+    `progress(layers done, layers in all)` is called after each layer.
     Held by: test_accuracy_hf.py::test_metered_logits_are_those_of_a_plain_forward_pass.
     """
 
-    def __init__(self, model: Any, tokens: Sequence[int], *, meter: OpMeter | None = None) -> None:
-        self._model, self._meter = model, meter
+    def __init__(
+        self,
+        model: Any,
+        tokens: Sequence[int],
+        *,
+        meter: OpMeter | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._model, self._meter, self._progress = model, meter, progress
         self._x_TD: Any = None  # the residual after the last layer
+        self._layers_done = 0
         ids = torch.tensor([list(tokens)])
         with torch.inference_mode(), _watching(model, meter, tokens):
-            norm = model.model.norm.register_forward_pre_hook(self._keep)
+            hooks = [layer.register_forward_hook(self._after) for layer in model.model.layers]
             try:
                 self._normed_TD = model.model(ids, use_cache=False).last_hidden_state[0]
             finally:
-                norm.remove()
+                for hook in hooks:
+                    hook.remove()
 
-    def _keep(self, module: Any, arguments: Any) -> None:
-        self._x_TD = arguments[0][0]
+    def _after(self, module: Any, arguments: Any, out: Any) -> None:
+        self._x_TD = _residual(out)
+        self._layers_done += 1
+        if self._progress is not None:
+            self._progress(self._layers_done, len(self._model.model.layers))
 
     def logits(self, start: int, stop: int) -> F32:
         """Logits [P, V] of positions start:stop."""
@@ -182,11 +195,14 @@ def _layer_hooks(layer: Any, index: int, meter: OpMeter) -> list[Any]:
         layer.post_attention_layernorm.register_forward_pre_hook(given(meter.o_proj)),
         layer.mlp.down_proj.register_forward_pre_hook(given(meter.ffn)),
         layer.register_forward_hook(
-            lambda module, arguments, out: meter.down_proj(
-                index, _array(out[0] if isinstance(out, torch.Tensor) else out[0][0])
-            )
+            lambda module, arguments, out: meter.down_proj(index, _array(_residual(out)))
         ),
     ]
+
+
+def _residual(out: Any) -> Any:
+    """[T, D] of what a layer gives; older versions of transformers give a tuple."""
+    return out[0] if isinstance(out, torch.Tensor) else out[0][0]
 
 
 def _array(tensor: Any) -> F32:
