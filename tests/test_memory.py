@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import hf_config
 
+from anyshard.accuracy.hf_fields import hf_config
 from anyshard.checkpoint.names import hf_name
 from anyshard.config import ModelConfig
 
