@@ -3,14 +3,16 @@
     python tests/golden/make.py            compare with the files beside this one
     python tests/golden/make.py --write    write them again, from the reference bodies
 
-A change of a file is a change of the profile, and a release note. Inputs come from an integer
-hash, so no generator of random numbers has to stay the same; outputs are hex floats.
+A file names the profile that it is of; under one profile, vectors may be added and never changed
+(docs/builds.md has the rule, and --write keeps it). Inputs come from an integer hash, so no
+generator of random numbers has to stay the same; outputs are hex floats.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,10 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anyshard.checkpoint.widen import BLOCK, TensorType, widen
+from anyshard.config import Profile
 from anyshard.layout import Tree
 from anyshard.ops import exact
 from anyshard.ops import reference as reference_ops
+from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.rope import rope_table
+from anyshard.ops.storage import pack_lanes
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -32,6 +38,10 @@ HERE = Path(__file__).resolve().parent
 EPS = 1e-5
 HEAD_DIM = 16
 POSITIONS = (0, 31, 32, 300)
+# Of norms: no order to change at 1, one fold at 64, a lane that is short or missing elsewhere.
+NORM_WIDTHS = (1, 64, 65, 576, 896, 1000)
+NATIVE_TYPES: tuple[TensorType, ...] = ("F16", "BF16", "Q8_0", "Q4_1")  # of pack_panels
+PROFILE_KEY = "profile_sha256"
 
 
 def hashed(stream: int, *shape: int, binades: int = 3) -> F32:
@@ -116,7 +126,52 @@ def rms_norm(module: Any, pool: Any) -> dict[str, F32 | I32]:
         ).run(2)
         assert not marked.any()
         found[f"d={width}"] = out
+    for number, width in enumerate(NORM_WIDTHS):
+        found[f"steep d={width}"] = _steep_norm(module, pool, width, 32 + 2 * number)
     return found
+
+
+def steep(stream: int, rows: int, width: int) -> F32:
+    """Rows whose mean of squares lies a little above a power of four.
+
+    There the inverse root shows every last bit of the sum, and so the order that made it; one
+    element of each row, anywhere in it, is chosen for that.
+    """
+    x = hashed(stream, rows, width, binades=1) * np.float32(0.875)
+    for row in range(rows):
+        place = row * 7919 % width
+        x[row, place] = 0
+        rest = math.fsum(float(value) * float(value) for value in x[row])
+        wanted = width * (1 + row / 1024)
+        while wanted <= rest:
+            wanted *= 4
+        x[row, place] = math.sqrt(wanted - rest)
+    return x
+
+
+def steep_rows(width: int) -> int:
+    """Few sums of a short row round, so it takes more rows to see every order."""
+    return 8 if width == 1 else max(48, 256 * 64 // width)
+
+
+def picked(width: int) -> NDArray[np.int64]:
+    """The columns of a steep norm that are stored: the inverse root is in all of them."""
+    return np.unique(np.linspace(0, width - 1, 2).astype(np.int64))
+
+
+def _steep_norm(module: Any, pool: Any, width: int, stream: int) -> F32:
+    columns, rows = picked(width), steep_rows(width)
+    pick = zeros(len(columns), width)
+    pick[np.arange(len(columns)), columns] = 1
+    lengths, merges, _, _ = leaves(width)
+    out, marked = zeros(rows, len(columns)), faults(rows)
+    module.Head(
+        pool, steep(stream, rows, width), np.arange(rows, dtype=np.int32),
+        hashed(stream + 1, width), EPS, packed(pick), len(columns), None, lengths, merges, out,
+        marked, 9,
+    ).run(rows)  # fmt: skip
+    assert not marked.any()
+    return out
 
 
 def qkv(module: Any, pool: Any) -> dict[str, F32 | I32]:
@@ -278,6 +333,41 @@ def sampling(module: Any, pool: Any, **body: str) -> dict[str, F32 | I32]:
     return {"argmax": np.array(best, np.int32), "gumbel": np.array(draws, np.int32)}
 
 
+def widening(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """Stored types, in panels: what `pack_panels` packs, and of all types what `widen` gives."""
+    found: dict[str, F32 | I32] = {}
+    pack = getattr(module, "pack_panels", None)
+    for number, (kind, (columns, num_bytes)) in enumerate(sorted(BLOCK.items())):
+        width = max(columns, 32)
+        raw = raw_blocks(150 + number, 5, width // columns, num_bytes, kind)
+        wide = pack_lanes(widen(raw.reshape(-1, num_bytes), kind).reshape(5, width))
+        if pack is not None and kind in NATIVE_TYPES:
+            wide[:] = 7
+            pack(pool, wide, raw.reshape(-1), kind, 5, width, None)
+        found[kind] = wide[0, :: width // 16, :5].copy()
+    return found
+
+
+def raw_blocks(
+    stream: int, rows: int, blocks: int, num_bytes: int, kind: TensorType
+) -> NDArray[np.uint8]:
+    """Blocks of bytes that mean finite values: every scale is an fp16 below 2, some subnormal."""
+    count = rows * blocks * num_bytes
+    raw = (hashed(stream, count).view(np.uint32) & np.uint32(0xFF)).astype(np.uint8)
+    raw = raw.reshape(rows, blocks, num_bytes)
+    for place in SCALES[kind]:
+        raw[:, :, place + 1] &= 0xBF
+        raw[::4, :, place + 1] &= 0x83
+    return raw
+
+
+# First bytes of the 16-bit floats of a block: bit 6 of the second is the top of the exponent.
+SCALES: Mapping[TensorType, tuple[int, ...]] = {
+    "F32": (2,), "F16": (0,), "BF16": (0,), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2),
+    "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+
+
 def primitives() -> dict[str, F32 | I32]:
     """The elementary functions of `ops.exact`, and the RoPE table; no body but the reference."""
     negative = -np.abs(hashed(130, 40, binades=7))
@@ -312,6 +402,7 @@ OPS: Mapping[str, Callable[..., dict[str, F32 | I32]]] = {
     "reduce": reduce,
     "rms_norm": rms_norm,
     "sampling": sampling,
+    "widening": widening,
 }
 
 
@@ -325,26 +416,62 @@ def texts(found: Mapping[str, F32 | I32]) -> Vectors:
     }
 
 
-def stored(name: str) -> Vectors:
-    """The golden vectors of an op."""
-    loaded: Vectors = json.loads((HERE / f"{name}.json").read_text("utf-8"))
-    return loaded
+def profile_sha256() -> str:
+    """The profile that the code computes."""
+    return Profile(constants_sha256=constants_sha256()).sha256()
+
+
+def stored(name: str, folder: Path = HERE) -> Vectors:
+    """The golden vectors of an op.
+
+    Raises: ValueError if the file is of another profile than the code computes.
+    """
+    loaded = json.loads((folder / f"{name}.json").read_text("utf-8"))
+    of, here = loaded.pop(PROFILE_KEY, "none"), profile_sha256()
+    if of != here:
+        raise ValueError(
+            f"{name}.json is of profile {of[:12]}, but the code computes {here[:12]}; vectors of "
+            "another profile say nothing here (docs/builds.md, What changes bits)"
+        )
+    return loaded  # type: ignore[no-any-return]
+
+
+def write(name: str, made: Vectors, folder: Path = HERE) -> None:
+    """Write a file; under the profile that it is of, vectors are added only.
+
+    Raises: ValueError if one that is there would change.
+    """
+    path = folder / f"{name}.json"
+    if path.exists() and json.loads(path.read_text("utf-8")).get(PROFILE_KEY) == profile_sha256():
+        old = stored(name, folder)
+        changed = [key for key, row in old.items() if made.get(key) != row]
+        if changed:
+            raise ValueError(
+                f"{name}.json: {', '.join(changed)} would change under profile "
+                f"{profile_sha256()[:12]}; other bits are another profile (docs/builds.md, What "
+                "changes bits)"
+            )
+    rows = {PROFILE_KEY: profile_sha256(), **made}
+    lines = [f" {json.dumps(key)}: {json.dumps(row)}" for key, row in rows.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the files again")
-    write = parser.parse_args().write
+    asked = parser.parse_args().write
     pool, differing = reference_ops.Pool(), []
     for name in ("primitives", *OPS):
         found = primitives() if name == "primitives" else OPS[name](reference_ops, pool)
         made = texts(found)
-        path = HERE / f"{name}.json"
-        if write:
-            lines = [f" {json.dumps(key)}: {json.dumps(row)}" for key, row in made.items()]
-            path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
-        elif made != stored(name):
-            differing.append(name)
+        try:
+            if asked:
+                write(name, made)
+            elif made != stored(name):
+                differing.append(name)
+        except ValueError as error:
+            print(error, file=sys.stderr)  # noqa: T201
+            return 2
     if differing:
         print(f"differ from the files: {', '.join(differing)}")  # noqa: T201
     return 4 if differing else 0
