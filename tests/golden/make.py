@@ -41,6 +41,7 @@ POSITIONS = (0, 31, 32, 300)
 # Of norms: no order to change at 1, one fold at 64, a lane that is short or missing elsewhere.
 NORM_WIDTHS = (1, 64, 65, 576, 896, 1000)
 NATIVE_TYPES: tuple[TensorType, ...] = ("F16", "BF16", "Q8_0", "Q4_1")  # of pack_panels
+TIE_HEAT = 0.7
 PROFILE_KEY = "profile_sha256"
 
 
@@ -330,7 +331,27 @@ def sampling(module: Any, pool: Any, **body: str) -> dict[str, F32 | I32]:
         module.gumbel_argmax(logits, 8.0, 7, position, 0, 0, mask, **body) for position in range(9)
     ]
     best = [module.argmax(row, **body)[0] for row in (logits, top)]
-    return {"argmax": np.array(best, np.int32), "gumbel": np.array(draws, np.int32)}
+    ties = [
+        module.gumbel_argmax(near_tie(position), TIE_HEAT, 11, position, 0, 0, None, **body)
+        for position in range(96)
+    ]
+    return {
+        "argmax": np.array(best, np.int32),
+        "gumbel": np.array(draws, np.int32),
+        "near ties": np.array(ties, np.int32),
+    }
+
+
+def near_tie(position: int) -> F32:
+    """Two logits whose scores at TIE_HEAT are equal or neighbours.
+
+    A product that is not rounded before it is added, as a compiler fuses it, draws another.
+    """
+    words = reference_ops.philox_words(2, 11, position, 0, 0)
+    u = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    noise = np.float32(TIE_HEAT) * -exact.log(-exact.log(u))
+    first = hashed(121, 96)[position]
+    return np.array([first, (first + noise[0]) - noise[1]], np.float32)
 
 
 def widening(module: Any, pool: Any) -> dict[str, F32 | I32]:
