@@ -4,8 +4,18 @@
 // Letters: R rows, D hidden, N outputs, K inputs, P panels of 8 outputs, d head dim.
 #pragma once
 
+#include <cfloat>
 #include <cstddef>
 #include <cstdint>
+
+// A wrong build on purpose (CMakeLists.txt, ANYSHARD_MUTANT) goes through: checks must see it.
+#if !defined(ANYSHARD_MUTANT)
+#if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || defined(__ASSOCIATIVE_MATH__) || \
+    defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__)
+#error "anyshard computes in a written order: compile it without -ffast-math and its parts"
+#endif
+static_assert(FLT_EVAL_METHOD == 0, "float arithmetic must round to float: no x87");
+#endif
 
 namespace anyshard {
 
