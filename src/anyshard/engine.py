@@ -28,6 +28,7 @@ from anyshard.ledger import StepShape
 from anyshard.model import Program, program
 from anyshard.ops import Body, KernelChoice, choose_body
 from anyshard.ops.coefficients import constants_sha256
+from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
@@ -70,6 +71,7 @@ def loader(
     """
 
     def load(progress: Progress) -> tuple[object, bytes]:
+        set_control_word()
         image, note = load_image(checkpoint, threads=threads, cache=cache, progress=progress)
         return Served(checkpoint.config, f32_profile(), image), note.encode("utf-8", "replace")
 

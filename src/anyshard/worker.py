@@ -22,6 +22,7 @@ from anyshard.launcher import Seat
 from anyshard.layout import Layout
 from anyshard.model import Op, Program, program
 from anyshard.ops import KernelChoice, load_kernels
+from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
@@ -311,6 +312,7 @@ def rank_main(seat: Seat, *, worker_type: type[Worker] = Worker) -> None:
         f"profile {have[:12]} here, {plan.profile_sha256[:12]} asked"
     )
     comm = seat.comm(plan.comm)
+    set_control_word()  # after the last import: a Comm may bring torch
     try:
         worker_type(served, plan, rank=seat.rank, comm=comm, control=seat.control).serve()
     finally:
