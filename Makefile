@@ -11,13 +11,15 @@ SOURCES := $(wildcard src/anyshard/_native/*.*)
 BUILT_FROM := pyproject.toml constraints.txt src/anyshard/ops/coefficients.py \
 	$(wildcard CMakeLists.txt cmake/*) $(SOURCES)
 
+CPP := $(filter %.cpp %.hpp %.h,$(SOURCES) $(wildcard tests/standalone/*))
+
 NATIVE := $(BIN)/python scripts/native.py
 
-.PHONY: help demo setup check test test-all sanitize pure readme bench format clean distclean
+.PHONY: help demo setup check test test-all golden golden-aarch64 sanitize pure readme bench format clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed $(VENV)/.model ## a model answers from two processes, with the unsplit run's digest
 	@$(BIN)/python examples/demo.py
@@ -28,13 +30,19 @@ check: setup ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
-	$(BIN)/clang-format --dry-run -Werror $(filter %.cpp %.hpp %.h,$(SOURCES))
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 test: setup ## the tests that take minutes
 	@$(BIN)/pytest -m "not slow" $(PYTEST_FLAGS)
 
 test-all: setup ## every test
 	@$(BIN)/pytest $(PYTEST_FLAGS)
+
+golden: setup ## every compiler, optimisation and body gives the golden bits
+	@$(BIN)/python scripts/builds.py builds
+
+golden-aarch64: setup ## the ops compiled for 64-bit Arm, under qemu-user, give the golden bits
+	@$(BIN)/python scripts/builds.py aarch64
 
 sanitize: setup ## the native tests under address and undefined-behaviour sanitizers
 	@$(BIN)/python scripts/sanitize.py $(PYTEST_FLAGS)
@@ -51,7 +59,7 @@ bench: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.installed ## speed, inte
 format: setup ## rewrite the sources in the checked format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(filter %.cpp %.hpp %.h,$(SOURCES))
+	$(BIN)/clang-format -i $(CPP)
 
 clean: ## remove what was built; the environments stay and are filled again by the next target
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

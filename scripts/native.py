@@ -1,7 +1,10 @@
-"""What `make` needs to know of this machine to build the native kernels.
+"""What `make` needs to know of this machine to build the native kernels; builds beside them.
 
     python scripts/native.py build COMMAND...  runs a command that builds the package
     python scripts/native.py report            prints the kernels it got, or how to get them
+
+`compile_beside` and `load` are for the other scripts: another build of the module, in a folder of
+its own, in the place of the installed one.
 
 `build` sets ANYSHARD_NATIVE_REQUIRED for the command, unless it is set: 1 where a compiler and
 Python's headers are, so that an error in the C++ stops the build; else 0, and the package installs
@@ -12,14 +15,17 @@ needs no root and installs nothing).
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 FETCHED = Path(sys.prefix, "python-headers")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -76,6 +82,55 @@ def build_environment() -> dict[str, str]:
         "CPLUS_INCLUDE_PATH": str(include),
         "C_INCLUDE_PATH": str(include),
     }
+
+
+def configure_beside(
+    folder: Path, defined: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Configure CMakeLists.txt in `folder`; returns the environment to build it in.
+
+    defined: CMake's variables. environment: instead of this process's, such as another CXXFLAGS.
+
+    Raises: RuntimeError with what CMake said, if it fails.
+    """
+    added = build_environment()
+    name, _, value = added.get("SKBUILD_CMAKE_DEFINE", "").partition("=")
+    variables = {
+        "Python_EXECUTABLE": sys.executable,
+        **({name: value} if name else {}),
+        **defined,
+    }
+    asked = added | dict(os.environ if environment is None else environment)
+    asked["PATH"] = f"{Path(sys.executable).parent}:{asked['PATH']}"
+    configure = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "--log-level=WARNING"]
+    _run([*configure, *(f"-D{name}={value}" for name, value in variables.items())], asked)
+    return asked
+
+
+def compile_beside(
+    folder: Path, defined: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> None:
+    """Configure and build; arguments and errors as `configure_beside`."""
+    asked = configure_beside(folder, defined, environment)
+    _run(["cmake", "--build", str(folder)], asked)
+
+
+def _run(command: list[str], environment: Mapping[str, str]) -> None:
+    done = subprocess.run(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}")
+
+
+def load(folder: Path) -> None:
+    """Put the module that was built in `folder` where `import anyshard._native` finds it."""
+    (built,) = folder.glob("_native.*.so")
+    spec = importlib.util.spec_from_file_location("anyshard._native", built)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["anyshard._native"] = module
+    spec.loader.exec_module(module)
 
 
 def report() -> int:

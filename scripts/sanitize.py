@@ -9,34 +9,18 @@ the module where `import anyshard._native` finds it. Leaks are not looked for: P
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from native import compile_beside, load
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "sanitize"
 MARK = "ANYSHARD_SANITIZED"  # set in the process that this file is a plugin of
 TESTS = (*sorted((ROOT / "tests").glob("test_native_*.py")), ROOT / "tests" / "test_golden.py")
 NOT_OF_THIS_BUILD = "not hot_loops"  # reads the disassembly of the optimised module
-
-
-def build() -> None:
-    """Compile the module, as `make setup` would."""
-    from native import build_environment
-
-    added = build_environment()
-    defined = added.get("SKBUILD_CMAKE_DEFINE")
-    tools = Path(sys.executable).parent
-    environment = added | dict(os.environ) | {"PATH": f"{tools}:{os.environ['PATH']}"}
-    configure = [
-        *("cmake", "-S", str(ROOT), "-B", str(FOLDER), "-G", "Ninja", "--log-level=WARNING"),
-        *("-DANYSHARD_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}"),
-        *([f"-D{defined}"] if defined else []),
-    ]
-    subprocess.run(configure, env=environment, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(FOLDER)], env=environment, check=True)
 
 
 def library(name: str) -> str:
@@ -49,7 +33,7 @@ def library(name: str) -> str:
 
 
 def main() -> int:
-    build()
+    compile_beside(FOLDER, {"ANYSHARD_SANITIZE": "ON"})
     environment = os.environ | {
         MARK: "1",
         # the C++ runtime beside it, or the first exception thrown is not seen
@@ -63,17 +47,7 @@ def main() -> int:
     return subprocess.run([*pytest, *asked, *map(str, TESTS)], env=environment).returncode
 
 
-def load() -> None:
-    """Put the sanitized module in the place of the installed one."""
-    (built,) = FOLDER.glob("_native.*.so")
-    spec = importlib.util.spec_from_file_location("anyshard._native", built)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["anyshard._native"] = module
-    spec.loader.exec_module(module)
-
-
 if __name__ == "__main__":
     sys.exit(main())
 elif MARK in os.environ:
-    load()
+    load(FOLDER)
