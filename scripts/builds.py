@@ -1,7 +1,9 @@
 """Other builds, compilers and CPUs give the same bits.
 
-    python scripts/builds.py builds     the module by every compiler, optimisation and body
-    python scripts/builds.py aarch64    the same ops for 64-bit Arm, under qemu-user
+    python scripts/builds.py builds [WORD]   the module by every compiler, optimisation and body
+    python scripts/builds.py aarch64         the same ops for 64-bit Arm, under qemu-user
+
+With a WORD, only the builds that have it in their name.
 
 From the environment of `make setup`. Each build gets a folder in build/golden and is compared with
 the golden vectors, and with the installed module on a wider set (tests/golden). Two builds are
@@ -165,7 +167,7 @@ def compute(folder: str, results: str) -> int:
     return 0
 
 
-def module_builds() -> int:
+def module_builds(word: str) -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     other = clang()
     if other is None:
@@ -176,7 +178,11 @@ def module_builds() -> int:
     for body, found in installed.items():
         tallies = {"golden": builds.against_golden(found), "wide": builds.against(found, expected)}
         report.line(f"installed, {body}", tallies)
-    for build in of_the_module(["g++", *([other] if other else [])]):
+    asked = [b for b in of_the_module(["g++", *([other] if other else [])]) if word in b.name]
+    if not asked:
+        print(f"no build has {word!r} in its name", file=sys.stderr)
+        return 2
+    for build in asked:
         build.compile()
         for body, found in computed(build.folder).items():
             tallies = {
@@ -258,7 +264,9 @@ class Drivers:
 def main() -> int:
     match sys.argv[1:]:
         case ["builds"]:
-            return module_builds()
+            return module_builds("")
+        case ["builds", word]:
+            return module_builds(word)
         case ["aarch64"]:
             return arm_builds()
         case ["compute", folder, results]:

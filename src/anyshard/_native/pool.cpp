@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <xmmintrin.h>
 #endif
 
@@ -56,6 +57,15 @@ void write_environment(uint64_t value) {
 }
 
 #if defined(__x86_64__)
+// clang 14's __builtin_cpu_supports does not know the name.
+bool has_f16c() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
 constexpr uint64_t kDefaultEnvironment = 0x1f80;  // all exceptions masked, nearest, no FTZ, no DAZ
 #else
 constexpr uint64_t kDefaultEnvironment = 0;
@@ -241,8 +251,7 @@ void Pool::take_part(uint32_t number, int index) {
 std::vector<std::string> available_bodies() {
   std::vector<std::string> names;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
     names.push_back("avx2");
   }
 #endif
