@@ -168,20 +168,22 @@ def compute(folder: str, results: str) -> int:
 
 
 def module_builds(word: str) -> int:
-    FOLDER.mkdir(parents=True, exist_ok=True)
     other = clang()
     if other is None:
         print("clang++ is not installed (apt-get install clang): its builds are left out")
+    possible = of_the_module(["g++", *([other] if other else [])])
+    asked = [build for build in possible if word in build.name]
+    if not asked:
+        names = ", ".join(build.name for build in possible)
+        print(f"no build has {word!r} in its name; there are {names}", file=sys.stderr)
+        return 2
+    FOLDER.mkdir(parents=True, exist_ok=True)
     report, start = Report(), time.monotonic()
     installed = computed(None)
     expected = next(iter(installed.values()))
     for body, found in installed.items():
         tallies = {"golden": builds.against_golden(found), "wide": builds.against(found, expected)}
         report.line(f"installed, {body}", tallies)
-    asked = [b for b in of_the_module(["g++", *([other] if other else [])]) if word in b.name]
-    if not asked:
-        print(f"no build has {word!r} in its name", file=sys.stderr)
-        return 2
     for build in asked:
         build.compile()
         for body, found in computed(build.folder).items():

@@ -287,18 +287,19 @@ def test_a_library_that_flushes_subnormals_changes_no_logit(
 
 @needs_x86
 def test_weights_are_widened_under_the_default_control_word(
-    monkeypatch: pytest.MonkeyPatch,
+    model: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Types that have no native packing are widened by NumPy, which rounds as its thread does."""
     words = []
 
-    def unreadable(_path: str | None) -> None:
+    def pack(*_arguments: Any, **_named: Any) -> None:
         words.append(control_word())
-        raise CheckpointError("read no further")
+        raise CheckpointError("pack no further")
 
-    monkeypatch.setattr("anyshard.engine.open_checkpoint", unreadable)
-    with under(FLUSH | UP), pytest.raises(CheckpointError, match="read no further"):
-        loader(None, threads=1)(lambda *_: None)
+    monkeypatch.setattr("anyshard.engine.build_image", pack)
+    checkpoint = open_checkpoint(str(model[0]))
+    with under(FLUSH | UP), pytest.raises(CheckpointError, match="pack no further"):
+        loader(checkpoint, threads=1)(lambda *_: None)
     assert words == [PLAIN]
 
 
@@ -459,6 +460,14 @@ def test_a_missing_cross_compiler_is_one_sentence() -> None:
 def test_an_unknown_set_of_builds_gets_the_usage() -> None:
     done = run_builds("everything")
     assert done.returncode == 2 and "python scripts/builds.py aarch64" in done.stderr
+
+
+@needs_gcc
+def test_a_word_that_is_in_no_build_is_told_the_builds() -> None:
+    done = run_builds("builds", "icc")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("no build has 'icc' in its name; there are g++")
 
 
 @pytest.mark.slow
