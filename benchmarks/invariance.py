@@ -27,12 +27,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from grid import (
-    NAIVE,
-    NUM_TOKENS,
-    PROMPT_TOKENS,
     SEEDED,
-    Cell,
-    Model,
+    Loaded,
     baseline,
     demo_cells,
     planted_is_caught,
@@ -43,6 +39,8 @@ from grid import (
     witness,
 )
 from models import MODELS
+
+from anyshard.verify.cells import NAIVE, NUM_TOKENS, PROMPT_TOKENS, Cell
 
 DIFFERS = 4
 
@@ -63,9 +61,9 @@ class Row:
     verdict: str
 
 
-def table_cells(model: Model) -> list[Cell]:
+def table_cells(model: Loaded) -> list[Cell]:
     """Greedy cells, then a few of them at temperature 0.8."""
-    cells = demo_cells() if model.is_demo else random_cells(model.served.config)
+    cells = demo_cells() if model.is_demo else random_cells(model.config)
     if importlib.util.find_spec("torch") is None:
         cells = [cell for cell in cells if cell.comm != "torch"]
     drawn = [
@@ -78,7 +76,7 @@ def table_cells(model: Model) -> list[Cell]:
     return [Cell(axis="base"), *cells, Cell(axis="base", sampling=SEEDED), *seeded(drawn)]
 
 
-def measure(model: Model, cell: Cell, *, witness_tokens: int) -> Row:
+def measure(model: Loaded, cell: Cell, *, witness_tokens: int) -> Row:
     """Run a cell, its naive twin or planted bug, and judge."""
     whole = baseline(model, cell)
     outcome = whole if cell.axis == "base" else run_cell(model, cell)
@@ -125,7 +123,7 @@ def markdown(row: Row) -> str:
     )
 
 
-def rows(model: Model, only: Sequence[str], witness_tokens: int) -> Iterator[Row]:
+def rows(model: Loaded, only: Sequence[str], witness_tokens: int) -> Iterator[Row]:
     """The rows that were asked for, as they are measured."""
     for cell in table_cells(model):
         if not only or any(text in cell.name or text == cell.axis for text in only):

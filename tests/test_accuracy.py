@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from accuracy_cases import in_memory, measured, rows, visible
-from driver import demo, served
+from grid import demo
 from models import MODELS, random_weights
 from numpy.typing import NDArray
 
@@ -28,6 +28,7 @@ from anyshard.checkpoint import Checkpoint, open_checkpoint
 from anyshard.engine import f32_profile
 from anyshard.ops.float64 import Reference64
 from anyshard.tokenizer import open_tokenizer
+from anyshard.verify.driver import served
 from anyshard.worker import Served
 
 hf = pytest.importorskip("anyshard.accuracy.hf", reason="needs torch and transformers")

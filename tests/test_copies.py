@@ -10,15 +10,17 @@ import os
 from pathlib import Path
 
 import pytest
-from driver import served
 from gguf_models import write_gguf_model
-from grid import Cell, Model, hashed_tokens, run_cell
+from grid import Loaded, run_cell
 from safetensors.numpy import save_file
 from test_checkpoint_gguf import needs_demo
 
 from anyshard.accuracy.hf_fields import hf_config
 from anyshard.checkpoint import Checkpoint, WeightImage, build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
+from anyshard.verify.cells import Cell
+from anyshard.verify.driver import served
+from anyshard.verify.prompt import hashed_tokens
 
 pytestmark = [needs_demo, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,7 +63,9 @@ def test_a_stored_type_has_the_digest_of_its_float32_copy(kind: str, tmp_path: P
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    model = Model("copy", served(checkpoint), hashed_tokens(40, checkpoint.config.vocab, seed=1))
+    model = Loaded.of(
+        "copy", served(checkpoint), hashed_tokens(40, checkpoint.config.vocab, seed=1)
+    )
     return run_cell(model, Cell(axis="mixed", tp=2, pp=2, prompt_tokens=40, num_tokens=4)).digest
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import served
 from gguf_models import write_gguf_model
-from grid import Cell, Model, hashed_tokens, run_cell
+from grid import Loaded, run_cell
 from models import ADVERSARIAL_9_3, QWEN3_SHAPED, random_weights, write_hf_model
 from numpy.typing import NDArray
 from test_widen import BLOCKY
@@ -28,6 +27,9 @@ from anyshard.checkpoint import Checkpoint, open_checkpoint
 from anyshard.checkpoint.widen import BLOCK, TensorType
 from anyshard.config import Llama3Scaling, ModelConfig, RopeDivisors
 from anyshard.ops.float64 import Reference64
+from anyshard.verify.cells import Cell
+from anyshard.verify.driver import Driver, served
+from anyshard.verify.prompt import hashed_tokens
 
 hf = pytest.importorskip("anyshard.accuracy.hf", reason="needs torch and transformers")
 transformers = pytest.importorskip("transformers")
@@ -106,7 +108,7 @@ def assert_accurate(
 def digests(checkpoint: Checkpoint) -> set[str]:
     """Over all splits; 70 tokens of prompt span three blocks."""
     prompt = hashed_tokens(70, checkpoint.config.vocab, seed=5)
-    model = Model("", served(checkpoint), prompt)
+    model = Loaded.of("", served(checkpoint), prompt)
     return {
         run_cell(model, Cell(axis="mixed", tp=tp, pp=pp, prompt_tokens=70, num_tokens=6)).digest
         for tp, pp in SPLITS

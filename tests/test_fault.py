@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from driver import served
-from grid import hashed_tokens, open_group
 from models import ADVERSARIAL_9_3, plant_overflow, write_hf_model
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.engine import Engine, EngineOptions, Event
 from anyshard.layout import plan
 from anyshard.request import Request
-from anyshard.worker import Served, rank_main
+from anyshard.verify.driver import open_group, served
+from anyshard.verify.prompt import hashed_tokens
+from anyshard.worker import Served
 
 EARLY, LATE = 1001, 1002  # token ids, and what names the fault of each
 NAME_OF = {EARLY: "layers.1.qkv", LATE: "head"}
@@ -50,7 +50,7 @@ def run(
     chunk: int = 16,
 ) -> list[list[Event]]:
     """The events of each prompt, six tokens long, in one epoch; slots: how many run at once."""
-    group = open_group(model, rank_main, comm="threads")
+    group = open_group(model, forked=False)
     try:
         engine = Engine(
             group,

@@ -14,25 +14,18 @@ from functools import partial
 import msgspec
 import numpy as np
 import pytest
-from driver import Driver
 from grid import (
-    GREEDY,
-    NAIVE,
     SEEDED,
-    Cell,
-    Model,
+    Loaded,
     baseline,
     demo_cells,
-    hashed_tokens,
-    neighbours,
-    open_group,
     planted_is_caught,
     random_cells,
     run_cell,
     seeded,
     share_only,
-    shuffled_pages,
     the_model,
+    weight_bytes,
     witness,
 )
 from models import MODELS, NUM_TWIN_ROWS
@@ -40,7 +33,9 @@ from models import MODELS, NUM_TWIN_ROWS
 from anyshard.engine import Engine, EngineOptions
 from anyshard.ops import available_bodies
 from anyshard.request import Request
-from anyshard.worker import rank_main
+from anyshard.verify.cells import GREEDY, NAIVE, Cell, neighbours, shuffled_pages
+from anyshard.verify.driver import Driver, open_group
+from anyshard.verify.prompt import hashed_tokens
 
 ADVERSARIAL = tuple(name for name in MODELS if name.startswith("adversarial"))
 
@@ -180,7 +175,7 @@ def test_equal_logits_on_two_ranks_go_to_the_lowest_id(want_logits: bool) -> Non
     cell = Cell(axis="tp", tp=3, prompt_tokens=5, num_tokens=8)
     ties = 0
     for seed in range(40, 60):
-        model = Model(f"ties {seed}", base.served, hashed_tokens(5, vocab, seed=seed))
+        model = Loaded.of(f"ties {seed}", base.served, hashed_tokens(5, vocab, seed=seed))
         split = run_cell(model, cell, want_logits=want_logits)
         assert split.tokens == run_cell(model, cell.unsplit()).tokens
         assert all(token < vocab - NUM_TWIN_ROWS for token in split.tokens)
@@ -195,7 +190,7 @@ def test_every_request_of_a_batch_has_the_bits_it_has_alone(name: str) -> None:
     assert first.digest == last.digest == baseline(model).digest
     assert first.others == last.others and len(first.others) == 16
     for index, prompt in enumerate(neighbours(model)[: 2 if model.is_demo else None]):
-        alone = Model(f"alone {index}", model.served, prompt)
+        alone = Loaded.of(f"alone {index}", model.served, prompt)
         cell = Cell(axis="base", prompt_tokens=len(prompt), num_tokens=32 - index % 5)
         assert run_cell(alone, cell).digest == first.others[prompt]
 
@@ -207,7 +202,7 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
     served = model.served
     prompts = [model.prompt[:100], *neighbours(model)[8:12]]
     budget = [40, 9, 30, 12, 20]
-    group = open_group(served, rank_main, comm="threads")
+    group = open_group(served, forked=False)
     cell = Cell(axis="tp", tp=tp, pp=pp)
     engine = Engine(
         group,
@@ -244,7 +239,7 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
     group.close()
     assert [len(found[i]) for i in range(5)] == [40, 9, 4, 12, 20]
     for index, rows in found.items():
-        alone = Model(f"alone {index}", served, prompts[index])
+        alone = Loaded.of(f"alone {index}", served, prompts[index])
         count = len(prompts[index])
         outcome = run_cell(alone, Cell(axis="base", prompt_tokens=count, num_tokens=budget[index]))
         assert rows == [row.tobytes() for row in outcome.logits[: len(rows)]]
@@ -253,7 +248,7 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
 @pytest.mark.parametrize(("tp", "pp", "chunk"), [(1, 1, 512), (1, 1, 7), (3, 2, 7)])
 def test_rows_run_again_from_an_earlier_position_overwrite(tp: int, pp: int, chunk: int) -> None:
     model = the_model("adversarial-9-3")
-    right, wrong = model.prompt[:90], hashed_tokens(70, model.served.config.vocab, seed=9)
+    right, wrong = model.prompt[:90], hashed_tokens(70, model.config.vocab, seed=9)
     with Driver(model.served, max_model_len=128, rows_max=90) as driver:
         want = driver.logits(right)
     with Driver(model.served, tp=tp, pp=pp, max_model_len=128, rows_max=90, poison=True) as driver:
@@ -307,19 +302,19 @@ def test_weight_bytes_of_a_rank_are_its_own_share(name: str, tp: int, pp: int) -
     model = the_model(name)
     cell = Cell(axis="mixed", tp=tp, pp=pp, prompt_tokens=5, num_tokens=1)
     outcome = run_cell(model, cell)
-    (whole,) = run_cell(model, cell.unsplit()).weight_bytes
+    (whole,) = weight_bytes(model, cell.unsplit())
     held = [view.weight_bytes for view in outcome.statuses]
-    assert held == outcome.weight_bytes
+    assert held == weight_bytes(model, cell)
     matrices = sum(
         4 * int(np.prod(shape))
-        for tensor, shape in model.served.config.tensor_shapes().items()
+        for tensor, shape in model.config.tensor_shapes().items()
         if len(shape) == 2 and tensor != "embed"
     )
     assert matrices <= whole
     assert max(held) < whole
     # what more than one rank holds: norms, row-parallel biases, K and V of shared KV heads
     assert matrices <= sum(held)
-    config = model.served.config
+    config = model.config
     twice = 2 * config.num_kv_heads * config.head_dim * config.hidden * config.num_layers * 4
     vectors = whole - matrices
     assert sum(held) <= matrices + (tp - 1) * twice + tp * vectors

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from grid import Cell, run_cell, the_model
+from grid import run_cell, the_model
 
 from anyshard.engine import f32_profile
 from anyshard.layout import plan
 from anyshard.ledger import StepShape, step_flop, step_weight_bytes, wire_cost
 from anyshard.model import program
+from anyshard.verify.cells import Cell
 
 CELLS = [
     Cell(axis="base"),

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import planted
 import pytest
-from driver import Driver
-from grid import PLANTED, Axis, Cell, Model, baseline, hashed_tokens, run_cell, the_model
+from grid import PLANTED, Loaded, baseline, run_cell, the_model
 
+from anyshard.verify import naive
+from anyshard.verify.cells import Axis, Cell
+from anyshard.verify.driver import Driver
+from anyshard.verify.prompt import hashed_tokens
 from anyshard.worker import Worker
 
 
@@ -26,10 +29,10 @@ def short(axis: Axis, **split: Any) -> Cell:
     return Cell(axis=axis, prompt_tokens=40, num_tokens=3, **split)
 
 
-def digest(model: Model, cell: Cell, bug: type[Worker] | None = None) -> str:
+def digest(model: Loaded, cell: Cell, bug: type[Worker] | None = None) -> str:
     """Of the cell, planted or not; the cell without the bug equals the unsplit run."""
     if bug is not None:
-        return run_cell(model, cell, rank_body=planted.rank_body(bug)).digest
+        return run_cell(model, cell, rank_body=naive.rank_body(bug)).digest
     right = run_cell(model, cell)
     assert right.fault is None and right.digest == baseline(model, cell).digest
     return right.digest
@@ -109,9 +112,9 @@ def test_page_reused_with_nan_in_it() -> None:
 def test_page_that_another_sequence_left(bug: type[Worker]) -> None:
     """A slot is given the pages of an earlier sequence, whose last rows lie past its own length."""
     model = the_model("adversarial-9-3")
-    vocab = model.served.config.vocab
+    vocab = model.config.vocab
     earlier, mine = hashed_tokens(30, vocab, seed=1), model.prompt[:5]
-    body = planted.rank_body(bug)
+    body = naive.rank_body(bug)
     with Driver(model.served, num_slots=2, max_model_len=32, rank_body=body) as driver:
         want = driver.logits(mine, slot=1)
         driver.logits(earlier, slot=0)
@@ -142,7 +145,7 @@ def test_a_fault_of_one_request_is_told_by_name() -> None:
     """The poisoned run above ends as a fault, not as silent NaN."""
     cell = Cell(axis="pages", prompt_tokens=7, num_tokens=2, poison=True)
     outcome = run_cell(
-        the_model("adversarial-9-3"), cell, rank_body=planted.rank_body(planted.Unmasked)
+        the_model("adversarial-9-3"), cell, rank_body=naive.rank_body(planted.Unmasked)
     )
     assert outcome.fault is not None and outcome.fault.startswith("layers.0.")
     assert outcome.tokens == ()

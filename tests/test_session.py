@@ -7,23 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from grid import Model, hashed_tokens, open_group, shuffled_pages, the_model
+from grid import Loaded, the_model
 
 from anyshard.batch import Tick
 from anyshard.comm.control import Result
 from anyshard.engine import Engine, EngineOptions
 from anyshard.layout import plan
 from anyshard.request import Request, Sampling
-from anyshard.worker import rank_main
+from anyshard.verify.cells import shuffled_pages
+from anyshard.verify.driver import open_group
+from anyshard.verify.prompt import hashed_tokens
 
 NAME = "adversarial-9-3"
 LENGTH = 160
 
 
 @contextmanager
-def engine_of(model: Model, *, tp: int = 1, pp: int = 1, slots: int = 2) -> Iterator[Engine]:
+def engine_of(model: Loaded, *, tp: int = 1, pp: int = 1, slots: int = 2) -> Iterator[Engine]:
     served = model.served
-    group = open_group(served, rank_main, comm="threads")
+    group = open_group(served, forked=False)
     try:
         engine = Engine(
             group,
@@ -76,7 +78,7 @@ def test_later_turns_have_the_bits_of_a_fresh_run_and_read_only_what_is_new(
 ) -> None:
     model = the_model(NAME)
     first = model.prompt[:70]
-    news = hashed_tokens(12, model.served.config.vocab, seed=5)
+    news = hashed_tokens(12, model.config.vocab, seed=5)
     with engine_of(model, tp=tp, pp=pp) as engine:
         said, _, ran = answer(engine, request(first, session=1))
         assert ran == 70

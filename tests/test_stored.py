@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import served
 from gguf_models import write_gguf_model
-from grid import Cell, Model, hashed_tokens, run_cell, share_only
+from grid import Loaded, run_cell, share_only, weight_bytes
 from test_widen import BLOCKY
 
 from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
@@ -22,6 +21,9 @@ from anyshard.checkpoint.widen import TensorType
 from anyshard.config import ModelConfig
 from anyshard.layout import VOCAB_UNIT
 from anyshard.ops.storage import Q8_OUTPUTS, stored_bytes
+from anyshard.verify.cells import Cell
+from anyshard.verify.driver import served
+from anyshard.verify.prompt import hashed_tokens
 
 HELD: dict[TensorType, str] = {"BF16": "bfloat16", "F16": "float16", "Q8_0": "q8_0"}
 SPLITS = [(1, 1), (2, 1), (3, 1), (5, 2)]
@@ -41,7 +43,7 @@ def both(folder: Path, config: ModelConfig, kind: TensorType) -> tuple[Checkpoin
 
 
 def digests(checkpoint: Checkpoint, splits: list[tuple[int, int]], **cell: Any) -> set[str]:
-    model = Model("", served(checkpoint), hashed_tokens(40, checkpoint.config.vocab, seed=5))
+    model = Loaded.of("", served(checkpoint), hashed_tokens(40, checkpoint.config.vocab, seed=5))
     sizes = {"prompt_tokens": 40, "num_tokens": 5}
     return {
         run_cell(model, Cell(axis="mixed", tp=tp, pp=pp, **sizes, **cell)).digest
@@ -106,15 +108,15 @@ def test_a_rank_reads_its_own_share_only(
     kind: TensorType, tp: int, pp: int, tmp_path: Path
 ) -> None:
     narrow, _ = both(tmp_path, shaped(64), kind)
-    model = Model("", served(narrow), hashed_tokens(40, narrow.config.vocab, seed=5))
+    model = Loaded.of("", served(narrow), hashed_tokens(40, narrow.config.vocab, seed=5))
     cell = Cell(axis="mixed", tp=tp, pp=pp, prompt_tokens=40, num_tokens=5)
     wanted = run_cell(model, cell.unsplit())
     shared = run_cell(model, cell, rank_body=share_only)
     assert shared.digest == wanted.digest
     neighbours = partial(share_only, of_rank=lambda rank: (rank + 1) % (tp * pp))
     assert run_cell(model, cell, rank_body=neighbours).fault is not None  # the witness
-    assert [view.weight_bytes for view in shared.statuses] == shared.weight_bytes
-    assert max(shared.weight_bytes) < wanted.weight_bytes[0]
+    assert [view.weight_bytes for view in shared.statuses] == weight_bytes(model, cell)
+    assert max(weight_bytes(model, cell)) < weight_bytes(model, cell.unsplit())[0]
 
 
 @pytest.mark.parametrize("kind", HELD)

@@ -32,7 +32,8 @@ TIERS = {
     "answer": 3,
     "fidelity": 4, "plan": 4,
     "binder": 5, "worker": 5, "engine": 5, "accuracy": 5,
-    "serve": 6, "cli": 6, "__main__": 6,
+    "verify": 6,
+    "serve": 7, "cli": 7, "__main__": 7,
 }  # fmt: skip
 
 # Who may import the compiled module. Everybody else goes through these.
@@ -43,9 +44,9 @@ TORCH_IMPORTERS = ("comm/torch.py", "accuracy/hf.py")
 # HF is a peer to be measured beside, in one module that nothing imports unasked.
 TRANSFORMERS_IMPORTERS = ("accuracy/hf.py",)
 
-# Where floats may be reduced: by a written order; and where errors are summed up, of which nothing
-# returns into a logit.
-REDUCERS = ("ops/", "accuracy/figures.py")
+# Where floats may be reduced: by a written order; where the order is meant to be another's; and
+# where errors are summed up, of which nothing returns into a logit.
+REDUCERS = ("ops/", "verify/naive.py", "accuracy/figures.py")
 
 PRINTERS = ("cli/",)
 

@@ -1,35 +1,35 @@
-"""Explicit frames into real ranks: every row's slot, position, token and page is the test's.
+"""Explicit frames into real ranks: every row's slot, position, token and page is the caller's.
 
 A `Driver` is what the engine is to a rank group, without requests, ticks or admission: it starts
 one epoch, sends rows as given, and returns the logits of every row that wants them. It can
 therefore do what an engine never does: re-run from an earlier position, share a frame between
 sequences in any order, move a sequence's pages, or ask for logits in the middle of a prompt.
 
-    with Driver(demo(), tp=2, rows_max=64) as driver:
+    with Driver(model, tp=2, rows_max=64) as driver:
         logits_TV = driver.logits(tokens, chunk=32)
         step = driver.step([(0, 5, 17, True), (1, 0, 4, False)])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
+from anyshard.checkpoint import Checkpoint, build_image
 from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
+from anyshard.config import ModelConfig, Profile
 from anyshard.engine import f32_profile
 from anyshard.launcher import (
     EpochSizes,
     Progress,
     RankGroup,
-    Seat,
+    RankMain,
     Start,
     ThreadGroup,
     fork_launcher,
@@ -40,6 +40,8 @@ from anyshard.ops import KernelChoice
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
 from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, RankPlan, Served, rank_main, wire_sizes
+
+__all__ = ["Driver", "Shape", "Step", "open_group", "served"]
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -66,10 +68,33 @@ def served(checkpoint: Checkpoint, *, kernels: KernelChoice = "auto") -> Served:
     return Served(checkpoint.config, f32_profile(), image)
 
 
-@lru_cache(maxsize=1)
-def demo() -> Served:
-    """The demo model, packed once in a test process."""
-    return served(open_checkpoint(None))
+class Shape(Protocol):
+    """What the front must know of a model; a `Served` has it too."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its sizes."""
+
+    @property
+    def profile(self) -> Profile:
+        """Its arithmetic."""
+
+
+def open_group(
+    model: Served, rank_body: RankMain = rank_main, *, forked: bool, deadline_s: float = 10.0
+) -> RankGroup:
+    """Ranks over a model that is in this process already: threads of it, or forked from it."""
+
+    def load(progress: Progress) -> tuple[Any, bytes]:
+        return model, b""
+
+    group: RankGroup
+    if forked:
+        group = fork_launcher(load, rank_body, deadline_s=deadline_s)
+    else:
+        group = ThreadGroup(load, rank_body)
+    group.wait_loaded()
+    return group
 
 
 class Driver:
@@ -77,14 +102,20 @@ class Driver:
 
     rows_max: most rows of a frame. pages_of: the pages of a slot, in block order, for every slot
     (default: slot s holds consecutive pages from s * blocks on). poison: the KV cache starts as
-    NaN. ranks: "threads" of this process, or "forked" processes as in production.
-    rank_body: what a rank runs, for tests that plant a fault.
+    NaN. ranks: "threads" of this process, or "forked" processes as in production; rank_body: what
+    they run, for naive orders and planted faults.
+
+    With `group` the epoch runs in a rank group that is loaded already, as its epoch number `epoch`,
+    and leaves it open; `model` then need not hold the weights, and `ranks` and `rank_body` are the
+    group's.
     """
 
     def __init__(
         self,
-        model: Served,
+        model: Shape,
         *,
+        group: RankGroup | None = None,
+        epoch: int = 1,
         tp: int = 1,
         pp: int = 1,
         heads: Sequence[int] | None = None,
@@ -99,7 +130,7 @@ class Driver:
         poison: bool = False,
         ranks: Literal["threads", "forked"] = "threads",
         comm: Literal["shm", "torch"] = "shm",
-        rank_body: Callable[[Seat], None] = rank_main,
+        rank_body: RankMain = rank_main,
         deadline_s: float = 60.0,
     ) -> None:
         self.model, self.num_slots, self.rows_max = model, num_slots, rows_max
@@ -139,11 +170,14 @@ class Driver:
             profile_sha256=model.profile.sha256(),
             poison=poison,
         )
-        self._group = _group(model, rank_body, ranks=ranks, deadline_s=deadline_s)
-        self._group.wait_loaded()
+        self._owns_group = group is None
+        if group is None:
+            assert isinstance(model, Served), "no group and no weights"
+            group = open_group(model, rank_body, forked=ranks == "forked", deadline_s=deadline_s)
+        self._group = group
         self._control = self._group.start(
             Start(
-                epoch=1,
+                epoch=epoch,
                 payload=msgspec.msgpack.encode(rank_plan),
                 sizes=self._sizes(rank_plan),
                 deadline_s=deadline_s,
@@ -227,7 +261,13 @@ class Driver:
         try:
             self._control.send_stop()
         finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._owns_group:
             self._group.close()
+        else:
+            self._group.end()
 
     def __enter__(self) -> Driver:
         return self
@@ -241,19 +281,4 @@ class Driver:
         if error is None:
             self.close()
         else:  # the ranks may be gone: only make sure of it
-            self._group.close()
-
-
-def _group(
-    model: Served,
-    rank_body: Callable[[Seat], None],
-    *,
-    ranks: Literal["threads", "forked"],
-    deadline_s: float,
-) -> RankGroup:
-    def load(progress: Progress) -> tuple[Any, bytes]:
-        return model, b""
-
-    if ranks == "forked":
-        return fork_launcher(load, rank_body, deadline_s=deadline_s)
-    return ThreadGroup(load, rank_body)
+            self._end()

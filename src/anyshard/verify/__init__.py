@@ -1,0 +1,1 @@
+"""Two layouts, the same bits: explicit frames, cells of a grid, and the orders that would show."""

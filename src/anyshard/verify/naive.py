@@ -1,0 +1,265 @@
+"""The orders of ordinary engines: the same mathematics, in an order that a split can change.
+
+A *naive order* computes what the engine computes, in the order that an ordinary engine would
+choose on one axis of a split. The share of logits that differ between two layouts under it is the
+axis's *witness*: were it zero, equal digests would say nothing.
+
+Every class here is a `Worker`; `rank_body` makes of it what a rank runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from anyshard.binder import Binder
+from anyshard.launcher import Seat
+from anyshard.model import Op, Program, Sum
+from anyshard.ops.exact import F32, I32
+from anyshard.worker import Served, Worker, rank_main
+
+__all__ = [
+    "AlteredOps",
+    "NaiveChunk",
+    "NaivePp",
+    "NaiveTp",
+    "NaiveTpOfFour",
+    "NaiveTpPp",
+    "SplitByRows",
+    "SplitByThread",
+    "rank_body",
+]
+
+Run = Callable[[int], None]
+ROW_PARALLEL = ("o_proj", "down_proj")
+SUMS = (*ROW_PARALLEL, "qkv", "gate_up", "head")
+
+
+def rank_body(worker_type: type[Worker]) -> Callable[[Seat], None]:
+    """What a rank runs when its worker is `worker_type`."""
+    return partial(rank_main, worker_type=worker_type)
+
+
+class AlteredOps:
+    """A kernel module, some of whose op classes are others."""
+
+    def __init__(self, module: Any, **classes: Any) -> None:
+        self._module, self._classes = module, classes
+
+    def __getattr__(self, name: str) -> Any:
+        return self._classes.get(name) or getattr(self._module, name)
+
+
+def naive_sum(num_k: int, parts: int) -> Sum:
+    """K in `parts` equal shares, each one running chain; the partials added left to right.
+
+    Equal up to a block of 32, which no chain may cut where weights are held as Q8_0.
+    """
+    unit = 32 if num_k >= 32 * parts else 1
+    bounds = [num_k * part // parts // unit * unit for part in range(parts)] + [num_k]
+    lengths = tuple(high - low for low, high in pairwise(bounds) if high > low)
+    return Sum(lengths, (0, *[1] * (len(lengths) - 1)) if lengths else ())
+
+
+def naive_program(program: Program, *, parts: int) -> Program:
+    """One partial a rank and row-parallel sum, added in rank order.
+
+    parts: shares of a rank's K, so that two ranks also make more than two partials.
+    """
+    return replace(program, ops=tuple(_naive_op(op, parts) for op in program.ops))
+
+
+def _naive_op(op: Op, parts: int) -> Op:
+    here = sum(op.sum.leaf_lengths)
+    if op.kind in ROW_PARALLEL:
+        return replace(op, sum=naive_sum(here, parts))
+    if op.kind in SUMS:
+        return replace(op, sum=naive_sum(here, 1))
+    if not op.sum.nodes_per_rank:
+        return op
+    nodes = tuple(min(1, count) for count in op.sum.nodes_per_rank)
+    total = sum(nodes)
+    merges = (0,) + (1,) * (total - 1) if op.sum.merges else ()
+    wire = op.wire_floats // max(op.sum.nodes_per_rank)
+    return replace(op, sum=Sum(merges=merges, nodes_per_rank=nodes), wire_floats=wire)
+
+
+class NaiveTp(Worker):
+    """One running chain per rank, partials summed in rank order."""
+
+    parts_of_narrow = 1
+
+    def build_program(self, served: Served, rank: int) -> Program:
+        """With other sums."""
+        whole = super().build_program(served, rank)
+        narrow = whole.layout.tp == 2
+        return naive_program(whole, parts=self.parts_of_narrow if narrow else 1)
+
+
+class NaiveTpOfFour(NaiveTp):
+    """The same where two ranks would add only two partials: each rank adds two chains first."""
+
+    parts_of_narrow = 2
+
+
+class Bf16Hop(Binder):
+    """The residual rounded to bfloat16 before it leaves a stage."""
+
+    def _send(self, op: Op) -> Run:
+        send, x_RD = super()._send(op), self.w.x_RD
+
+        def run(rows: int) -> None:
+            x_RD[:rows] = to_bf16(x_RD[:rows])
+            send(rows)
+
+        return run
+
+
+def to_bf16(x: F32) -> F32:
+    """Nearest bfloat16, ties to even, as float32."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return (rounded << np.uint32(16)).view(np.float32)
+
+
+class NaivePp(Worker):
+    """Bf16Hop at every cut."""
+
+    binder_type = Bf16Hop
+
+
+class NaiveTpPp(NaiveTpOfFour):
+    """Both of them."""
+
+    binder_type = Bf16Hop
+
+
+class SplitByThread(Worker):
+    """K of every sum split into as many chains as there are threads."""
+
+    def build_program(self, served: Served, rank: int) -> Program:
+        """With other sums."""
+        whole = super().build_program(served, rank)
+        ops = tuple(
+            replace(op, sum=naive_sum(sum(op.sum.leaf_lengths), self.plan.threads))
+            if op.kind in SUMS
+            else op
+            for op in naive_program(whole, parts=1).ops
+        )
+        return replace(whole, ops=ops)
+
+
+class SplitByRowsBinder(Binder):
+    """K of every sum split by the row count: one chain for a row, two up to 16 rows, else four."""
+
+    def bind(self, op: Op) -> Run:
+        if op.kind not in SUMS:
+            return super().bind(op)
+        num_k = sum(op.sum.leaf_lengths)
+        one, two, four = (
+            super(SplitByRowsBinder, self).bind(replace(op, sum=naive_sum(num_k, parts)))
+            for parts in (1, 2, 4)
+        )
+
+        def run(rows: int) -> None:
+            (one if rows == 1 else two if rows <= 16 else four)(rows)
+
+        return run
+
+
+class SplitByRows(Worker):
+    """See SplitByRowsBinder."""
+
+    binder_type = SplitByRowsBinder
+
+    def build_program(self, served: Served, rank: int) -> Program:
+        """With other sums."""
+        return naive_program(super().build_program(served, rank), parts=1)
+
+
+class RestartedSoftmax:
+    """Attention in two states, keys before the chunk and keys of the chunk, merged at the end.
+
+    Takes the arguments of `ops.Attention`. A state has a float maximum; sums run key by key. The
+    chunk of a row begins at the first position that its slot has in the step.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        q: F32,
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        head_dim: int,
+        kv_head_of: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
+        self.page_table, self.row_slot, self.positions = page_table, row_slot, positions
+        self.head_dim, self.kv_head_of, self.out = head_dim, kv_head_of, out
+
+    def run(self, rows: int) -> None:
+        if not len(self.kv_head_of):
+            return
+        for slot in np.unique(self.row_slot[:rows]):
+            mine = np.flatnonzero(self.row_slot[:rows] == slot)
+            first, last = self.positions[mine].min(), self.positions[mine].max()
+            pages = self.page_table[slot, : last // 32 + 1]
+            k_HdJ = self.k_cache[pages].transpose(1, 2, 0, 3)
+            k_HdJ = k_HdJ.reshape(*k_HdJ.shape[:2], -1)[self.kv_head_of]
+            v_HJd = self.v_cache[pages].transpose(1, 0, 2, 3)
+            v_HJd = v_HJd.reshape(len(v_HJd), -1, self.head_dim)[self.kv_head_of]
+            for row in mine:
+                end = self.positions[row] + 1
+                q_Hd = self.q[row].reshape(-1, self.head_dim)
+                spans = [(0, first), (first, end)] if first else [(0, end)]
+                states = [
+                    _state(q_Hd, k_HdJ[:, :, low:high], v_HJd[:, low:high]) for low, high in spans
+                ]
+                self.out[row] = _merged(states).reshape(-1)
+
+
+def _exp2(x: F32) -> F32:
+    """Through float64, so that no lane of a vector library differs from another."""
+    return np.exp2(x.astype(np.float64)).astype(np.float32)
+
+
+def _state(q_Hd: F32, k_HdJ: F32, v_HJd: F32) -> tuple[F32, F32]:
+    score = np.add.reduce(q_Hd[:, :, None] * k_HdJ, axis=1)  # key lanes, d in order
+    high = score.max(axis=1)
+    p_HJ = _exp2(score - high[:, None])
+    with_ones = np.concatenate([v_HJd, np.ones_like(v_HJd[..., :1])], axis=2)
+    return high, np.add.reduce(p_HJ[:, :, None] * with_ones, axis=1)  # keys in order
+
+
+def _merged(states: Sequence[tuple[F32, F32]]) -> F32:
+    high, total = states[0]
+    for other_high, other in states[1:]:
+        top = np.maximum(high, other_high)
+        total = total * _exp2(high - top)[:, None] + other * _exp2(other_high - top)[:, None]
+        high = top
+    return np.asarray(total[:, :-1] / total[:, -1:])
+
+
+class RestartedSoftmaxBinder(Binder):
+    """Binds RestartedSoftmax."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.module = AlteredOps(self.module, Attention=RestartedSoftmax)
+
+
+class NaiveChunk(Worker):
+    """Softmax restarted at the edge of a chunk."""
+
+    binder_type: type[Binder] = RestartedSoftmaxBinder
