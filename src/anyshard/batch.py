@@ -87,12 +87,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Row:
-    """One token of one sequence to run: its slot, absolute position, and whether to sample."""
+    """One token of one sequence to run: its slot and absolute position; whether a token is drawn
+    after it, and whether the caller wants its logits."""
 
     slot: int
     position: int
     token: int
     sample: bool
+    logits: bool = False
+
+    @property
+    def through_head(self) -> bool:
+        """Whether the head runs over it at all."""
+        return self.sample or self.logits
 
 
 @dataclass(frozen=True)
@@ -186,9 +193,11 @@ def next_tick(batch: Batch, limits: Limits) -> tuple[Tick, Batch]:
         count = min(
             limits.chunk, len(sequence.tokens) - sequence.computed, limits.rows_max - len(rows)
         )
-        last = len(sequence.tokens) - 1
+        last, request = len(sequence.tokens) - 1, sequence.request
         for position in range(sequence.computed, sequence.computed + count):
-            rows.append(Row(sequence.slot, position, sequence.tokens[position], position == last))
+            sample = position == last
+            logits = request.want_logits if sample else request.wants_row(position)
+            rows.append(Row(sequence.slot, position, sequence.tokens[position], sample, logits))
     return Tick(tuple(rows), admitted), batch
 
 

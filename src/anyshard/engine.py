@@ -83,6 +83,7 @@ class EngineOptions:
     """How to run, none of which changes a bit: bodies, wires, threads, chunk, sizes.
 
     threads None: cores divided by local ranks. deadline_s bounds every wait for a rank.
+    prompt_logits: most that the requests in flight ask for together.
     """
 
     kernels: KernelChoice = "auto"
@@ -92,13 +93,17 @@ class EngineOptions:
     max_num_seqs: int = 32
     max_model_len: int
     deadline_s: float = 10.0
+    prompt_logits: int = 0
     page_order: tuple[int, ...] | None = None
     poison: bool = False
 
 
 @dataclass(frozen=True)
 class Event:
-    """A token of a request (with its logit row, if asked for), its end, or both."""
+    """A token of a request (with its logit row, if asked for), its end, or both.
+
+    Neither, for the logits of a prompt token.
+    """
 
     request_id: int
     token: int | None
@@ -142,6 +147,7 @@ def plan_epoch(
         num_slots=slots,
         block=profile.kv_block,
     )
+    sampled = min(slots + options.prompt_logits, limits.rows_max)
     ranks = RankPlan(
         heads=layout.heads,
         ffn=layout.ffn,
@@ -152,7 +158,7 @@ def plan_epoch(
         threads=threads,
         spin=spin,
         rows_max=limits.rows_max,
-        sampled_max=slots,
+        sampled_max=sampled,
         num_slots=slots,
         num_pages=len(pages),
         max_model_len=options.max_model_len,
@@ -165,7 +171,7 @@ def plan_epoch(
             rows_max=limits.rows_max,
             pages_max=len(pages),
             note_bytes=64 + 192 * slots,
-            logit_rows=slots,
+            logit_rows=sampled,
             vocab=config.vocab,
         ),
         spin_us=SPIN_US if spin else 0,
@@ -240,6 +246,9 @@ class Engine:
                 prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=limit
             )
         assert all(0 <= token < self.config.vocab for token in request.prompt)
+        others = [sequence.request for sequence in self.batch.running]
+        others += [waiting for _, waiting in self.batch.waiting]
+        assert sum(r.prompt_logits for r in (request, *others)) <= self.options.prompt_logits
         request_id = self._next_id
         self._next_id += 1
         self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
@@ -298,9 +307,9 @@ class Engine:
         for index, row in enumerate(tick.rows):
             request = requests[row.slot]
             flags = 0
-            if row.sample:
+            if row.through_head:
                 flags |= ROW_SAMPLE
-                flags |= ROW_LOGITS if request.want_logits else 0
+                flags |= ROW_LOGITS if row.logits else 0
                 flags |= ROW_WHOLE if request.needs_logits else 0
             rows[index] = (row.slot, row.position, row.token, 0, flags)
         pages = [(s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)]
@@ -311,7 +320,7 @@ class Engine:
     def _account(self, tick: Tick, seconds: float) -> None:
         by_slot = {s.slot: s for s in self.batch.running}
         if self.steps is not None:
-            sampled = [by_slot[row.slot].request for row in tick.rows if row.sample]
+            sampled = [by_slot[row.slot].request for row in tick.rows if row.through_head]
             whole = any(request.needs_logits for request in sampled)
             self.steps.append(StepShape(len(tick.rows), len(sampled), whole))
         prefill = sum(
@@ -334,7 +343,7 @@ class Engine:
         for index, row in enumerate(tick.rows):
             sequence = by_slot[row.slot]
             logits = None
-            if row.sample and sequence.request.want_logits:
+            if row.logits:
                 assert result.logits is not None
                 logits = result.logits[logits_index]
                 logits_index += 1
@@ -352,6 +361,8 @@ class Engine:
                 if finish is not None:
                     finished.add(row.slot)
                 events.append(Event(sequence.request_id, token, logits, finish))
+            elif row.logits:
+                events.append(Event(sequence.request_id, None, logits, None))
         self.batch = apply(self.batch, tick, tokens, frozenset(finished))
         for sequence in faulted:  # what it stored may be NaN
             if sequence.request.session is not None:

@@ -51,9 +51,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt (token ids) to continue by at most `max_tokens`.
 
-    stop_ids end the answer, and are part of its tokens; want_logits asks for the logit row of
-    every emitted token. Requests of one `session` (a number of the caller's) continue each other:
-    keys and values of the tokens that they share from the start on are computed once.
+    stop_ids end the answer, and are part of its tokens. want_logits asks for the logit row of
+    every emitted token (the first one's is the row of the last prompt token), prompt_logits for
+    those of that many prompt tokens before the last. Requests of one `session` (a number of the
+    caller's) continue each other: keys and values of the tokens that they share from the start on
+    are computed once.
     """
 
     prompt: tuple[int, ...]
@@ -61,14 +63,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
     want_logits: bool = False
+    prompt_logits: int = 0
     session: int | None = None
+
+    def wants_row(self, position: int) -> bool:
+        """Whether the logits of a prompt position before the last are asked for."""
+        last = len(self.prompt) - 1
+        return last - self.prompt_logits <= position < last
 
     @property
     def needs_logits(self) -> bool:
         """Whether the sampler must see whole rows: for the caller, for noise or for a filter."""
-        return self.want_logits or not self.sampling.greedy
+        return self.want_logits or self.prompt_logits > 0 or not self.sampling.greedy
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise OptionError("the prompt is empty; give at least one token of text")
+        assert self.prompt_logits == 0 or (self.want_logits and self.session is None)
+        assert 0 <= self.prompt_logits < len(self.prompt)
         _require(1 <= self.max_tokens <= 1 << 24, "max-tokens", self.max_tokens, "1 and up")
