@@ -40,7 +40,8 @@ from grid import (
 )
 from models import MODELS
 
-from anyshard.verify.cells import NAIVE, NUM_TOKENS, PROMPT_TOKENS, Cell
+from anyshard.verify.cells import BATCH, NUM_TOKENS, PROMPT_TOKENS, Cell
+from anyshard.verify.naive import ORDERS
 
 DIFFERS = 4
 
@@ -71,7 +72,7 @@ def table_cells(model: Loaded) -> list[Cell]:
         Cell(axis="pp", pp=2),
         Cell(axis="mixed", tp=2, pp=2),
         Cell(axis="chunk", chunk=32),
-        Cell(axis="batch", place="last"),
+        Cell(axis="batch", batch=BATCH, place="last"),
     ]
     return [Cell(axis="base"), *cells, Cell(axis="base", sampling=SEEDED), *seeded(drawn)]
 
@@ -89,7 +90,7 @@ def measure(model: Loaded, cell: Cell, *, witness_tokens: int) -> Row:
     equal = differing == 0 and (outcome.digest, outcome.tokens) == (whole.digest, whole.tokens)
     share: float | None = None
     planted: str | None = None
-    if cell.axis in NAIVE:
+    if cell.axis in ORDERS:
         share = witness(model, cell, num_tokens=min(witness_tokens, cell.num_tokens))
     elif cell.axis != "base":
         planted = "caught" if planted_is_caught(model, cell) else "UNSEEN"

@@ -32,8 +32,9 @@ from anyshard.ops.storage import Panels, panel_cut
 from anyshard.request import Sampling
 from anyshard.tokenizer import open_tokenizer
 from anyshard.verify import cells, naive
-from anyshard.verify.cells import NAIVE, PROMPT_TOKENS, Axis, Cell, Model, Outcome
+from anyshard.verify.cells import BATCH, PROMPT_TOKENS, Axis, Cell, Model, Outcome
 from anyshard.verify.driver import open_group, served
+from anyshard.verify.naive import ORDERS
 from anyshard.verify.prompt import hashed_tokens, text_tokens
 from anyshard.worker import RankPlan, Served, Worker, rank_main
 
@@ -137,7 +138,7 @@ def run_cell(
     model: Loaded, cell: Cell, *, rank_body: RankMain = rank_main, want_logits: bool = True
 ) -> Outcome:
     """`cells.run_cell` in a rank group of its own; rank_body: what its ranks run."""
-    group = open_group(model.served, rank_body, forked=cell.comm != "threads")
+    group = open_group(model.served, rank_body, forked=cell.comm in ("shm", "torch"))
     try:
         return cells.run_cell(group, model, cell, want_logits=want_logits)
     finally:
@@ -192,7 +193,7 @@ def _naive_unsplit(name: str, axis: Axis, cell: Cell, num_tokens: int) -> F32:
     if axis == "pp":
         return baseline(model, cell).logits[:num_tokens]
     tokens = baseline(model, cell).tokens[:num_tokens]
-    return forced_logits(model, cell, tokens, worker_type=NAIVE[axis])
+    return forced_logits(model, cell, tokens, worker_type=ORDERS[axis])
 
 
 def witness(model: Loaded, cell: Cell, *, num_tokens: int | None = None) -> float:
@@ -202,7 +203,7 @@ def witness(model: Loaded, cell: Cell, *, num_tokens: int | None = None) -> floa
     """
     count = num_tokens or cell.num_tokens
     tokens = baseline(model, cell).tokens[:count]
-    split = forced_logits(model, cell, tokens, worker_type=NAIVE[cell.axis])
+    split = forced_logits(model, cell, tokens, worker_type=ORDERS[cell.axis])
     whole = _naive_unsplit(model.name, cell.axis, cell.unsplit(), count)
     assert split.shape == whole.shape
     return float(np.mean(split.view(np.uint32) != whole.view(np.uint32)))
@@ -233,8 +234,8 @@ def demo_cells() -> list[Cell]:
         Cell(axis="mixed", tp=2, pp=2),
         *(Cell(axis="chunk", chunk=chunk) for chunk in (1, 7, 32, 300)),
         Cell(axis="threads", threads=2),
-        Cell(axis="batch", place="first"),
-        Cell(axis="batch", place="last"),
+        Cell(axis="batch", batch=BATCH, place="first"),
+        Cell(axis="batch", batch=BATCH, place="last"),
         Cell(axis="pages", shuffled=True, poison=True),
         Cell(axis="comm", tp=2, comm="shm"),
         Cell(axis="comm", tp=2, pp=2, comm="shm"),
@@ -258,9 +259,9 @@ def random_cells(config: ModelConfig) -> list[Cell]:
         Cell(axis="mixed", tp=3, pp=deep),
         *(Cell(axis="chunk", chunk=chunk) for chunk in (1, 7, 32, 300)),
         *(Cell(axis="threads", threads=threads) for threads in (2, 3)),
-        Cell(axis="batch", place="first"),
-        Cell(axis="batch", place="last"),
-        Cell(axis="batch", place="middle", tp=3, chunk=7),
+        Cell(axis="batch", batch=BATCH, place="first"),
+        Cell(axis="batch", batch=BATCH, place="last"),
+        Cell(axis="batch", batch=BATCH, place="middle", tp=3, chunk=7),
         Cell(axis="pages", shuffled=True, poison=True),
         Cell(axis="comm", tp=2, comm="shm"),
         Cell(axis="comm", tp=2, pp=2, comm="shm"),

@@ -9,7 +9,7 @@ from anyshard.engine import f32_profile
 from anyshard.layout import plan
 from anyshard.ledger import StepShape, step_flop, step_weight_bytes, wire_cost
 from anyshard.model import program
-from anyshard.verify.cells import Cell
+from anyshard.verify.cells import BATCH, Cell
 
 CELLS = [
     Cell(axis="base"),
@@ -20,8 +20,8 @@ CELLS = [
     Cell(axis="pp", pp=3),
     Cell(axis="mixed", tp=3, pp=2),
     Cell(axis="chunk", tp=2, pp=2, chunk=7),
-    Cell(axis="batch", tp=2, place="middle", chunk=30),
-    Cell(axis="batch", tp=4, pp=3, place="last"),
+    Cell(axis="batch", tp=2, batch=BATCH, place="middle", chunk=30),
+    Cell(axis="batch", tp=4, pp=3, batch=BATCH, place="last"),
     pytest.param(Cell(axis="comm", tp=2, pp=2, comm="shm"), marks=pytest.mark.ranks),
     pytest.param(
         Cell(axis="comm", tp=2, pp=2, comm="torch"),

@@ -23,6 +23,7 @@ from anyshard.cli.chat import chat
 from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
 from anyshard.cli.variables import PREFIX, check_variables
+from anyshard.cli.verify import verify
 from anyshard.errors import AnyshardError
 
 __all__ = ["app", "main"]
@@ -33,7 +34,7 @@ app = App(
     version=__version__,
     suppress_keyboard_interrupt=False,
 )
-VERBS = (generate, chat, doctor)
+VERBS = (generate, chat, verify, doctor)
 for verb in VERBS:
     app.command(verb)
 app.config = (partial(check_variables, app), Env(PREFIX, command=False))

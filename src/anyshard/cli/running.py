@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anyshard.checkpoint.cache import ImageCache
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine
-    from anyshard.launcher import Load, Progress, RankGroup
+    from anyshard.launcher import Load, Progress, RankGroup, RankMain
     from anyshard.layout import Layout
     from anyshard.model import Program
 
@@ -133,10 +133,11 @@ def _local(model: str | None, flags: SplitFlags) -> str | None:
 
 
 @contextmanager
-def rank_group(opened: Opened) -> Iterator[Loading]:
+def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Loading]:
     """A group that begins to load as soon as all is known to fit, and is closed at the end.
 
-    Enter it early: it forks, and the fork wants one thread and little memory.
+    Enter it early: it forks, and the fork wants one thread and little memory. body: what its ranks
+    run, a plain worker if None.
 
     Raises: LayoutError, before anything is forked, for what will not fit whatever the prompts are.
     """
@@ -152,7 +153,7 @@ def rank_group(opened: Opened) -> Iterator[Loading]:
         gate = _Gate()
         load = gate.before(load)
     try:
-        with _closed(_group(load, opened.flags)) as group:
+        with _closed(_group(load, opened.flags, body)) as group:
             yield Loading(opened, group, gate)
     finally:
         if gate is not None:
@@ -218,14 +219,14 @@ def _closed(group: RankGroup) -> Iterator[RankGroup]:
             signal.signal(signal.SIGINT, before)
 
 
-def _group(load: Load, flags: SplitFlags) -> RankGroup:
+def _group(load: Load, flags: SplitFlags, body: RankMain | None = None) -> RankGroup:
     """One that begins to load at once."""
     from anyshard.launcher import ThreadGroup, fork_launcher
     from anyshard.worker import rank_main
 
     if flags.comm == "threads":
-        return ThreadGroup(load, rank_main)
-    return fork_launcher(load, rank_main, deadline_s=flags.deadline)
+        return ThreadGroup(load, body or rank_main)
+    return fork_launcher(load, body or rank_main, deadline_s=flags.deadline)
 
 
 def image_cache(flags: SplitFlags) -> ImageCache | None:

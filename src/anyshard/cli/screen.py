@@ -26,6 +26,11 @@ class Bar:
             self._bar.start()
         return self
 
+    @property
+    def shown(self) -> bool:
+        """Whether a person sees it, so that nothing else may be printed until it is gone."""
+        return self._bar is not None
+
     def update(self, done: int, total: int, doing: str = "") -> None:
         """`done` of `total` steps are over, now `doing` that; at the end the bar goes."""
         if self._bar is not None:

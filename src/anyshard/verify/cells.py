@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,23 +28,15 @@ from anyshard.ledger import StepShape, WireCost, wire_cost
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
 from anyshard.verify.driver import Driver
-from anyshard.verify.naive import (
-    NaiveChunk,
-    NaivePp,
-    NaiveTpOfFour,
-    NaiveTpPp,
-    SplitByRows,
-    SplitByThread,
-)
+from anyshard.verify.naive import Order
 from anyshard.verify.prompt import hashed_tokens
-from anyshard.worker import Worker
 
 __all__ = [
+    "BATCH",
     "GREEDY",
-    "NAIVE",
-    "NUM_NEIGHBOURS",
     "NUM_TOKENS",
     "PROMPT_TOKENS",
+    "WHOLE",
     "Axis",
     "Cell",
     "Model",
@@ -57,23 +49,14 @@ __all__ = [
 
 F32 = NDArray[np.float32]
 Axis = Literal["base", "tp", "pp", "mixed", "chunk", "threads", "batch", "comm", "body", "pages"]
-Place = Literal["alone", "first", "last", "middle"]
+Place = Literal["first", "last", "middle"]
 
 PROMPT_TOKENS = 307  # a chunk of 300 leaves 7 rows, blocks of 32 leave 19
 NUM_TOKENS = 32
-NUM_NEIGHBOURS = 16
-WHOLE = 512  # a chunk that holds any prompt here
+BATCH = 17  # requests of a cell that has neighbours, if it does not say
+WHOLE = 1 << 16  # a chunk that holds any prompt
 GREEDY = Sampling()
 DEADLINE_S = 300.0  # a reference body is slow, and silence is not what is tested here
-
-NAIVE: Mapping[Axis, type[Worker]] = {
-    "tp": NaiveTpOfFour,
-    "pp": NaivePp,
-    "mixed": NaiveTpPp,
-    "chunk": NaiveChunk,
-    "threads": SplitByThread,
-    "batch": SplitByRows,
-}
 
 
 @dataclass(frozen=True)
@@ -88,9 +71,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One way to run the request. `place`: where it stands in a batch of 17; "alone": no batch.
+    """One way to run the request. `place`: where it stands in a batch of `batch` requests.
 
     prompt_tokens, num_tokens: how much of the request is run (the baseline runs the same).
+    prompt_logits: how many prompt positions before the last are compared, besides the tokens
+    emitted. comm "auto": the wire of the rank group that runs it.
     """
 
     axis: Axis
@@ -100,37 +85,50 @@ class Cell:
     layers: tuple[int, ...] | None = None
     chunk: int = WHOLE
     threads: int = 1
-    place: Place = "alone"
+    batch: int = 1
+    place: Place = "last"
     kernels: KernelChoice = "auto"
-    comm: Literal["threads", "shm", "torch"] = "threads"
+    comm: Literal["auto", "threads", "shm", "torch"] = "auto"
     shuffled: bool = False
     poison: bool = False
     sampling: Sampling = GREEDY
     prompt_tokens: int = PROMPT_TOKENS
     num_tokens: int = NUM_TOKENS
+    prompt_logits: int = 0
 
     @property
     def name(self) -> str:
-        """Short, as in a table."""
-        parts = [f"tp{self.tp}"] if self.heads is None else [f"heads {_commas(self.heads)}"]
-        parts.append(f"pp{self.pp}" if self.layers is None else f"layers {_commas(self.layers)}")
+        """Short, as in a table; its first word is how `--layouts` writes it."""
+        parts = [self.split]
         if self.chunk != WHOLE:
             parts.append(f"chunk {self.chunk}")
         if self.threads > 1:
             parts.append(f"threads {self.threads}")
-        if self.place != "alone":
-            parts.append(f"{self.place} of {NUM_NEIGHBOURS + 1}")
+        if self.batch > 1:
+            parts.append(f"{self.place} of {self.batch}")
         if self.kernels != "auto":
             parts.append(self.kernels)
-        if self.comm != "threads" or self.axis == "comm":
+        if self.comm != "auto":
             parts.append(self.comm)
-        parts += ["shuffled pages"] if self.shuffled else []
-        parts += ["poisoned pages"] if self.poison else []
+        parts += ["shuffled"] if self.shuffled else []
+        parts += ["poisoned"] if self.poison else []
+        parts += ["pages"] if self.shuffled or self.poison else []
         if not self.sampling.greedy:
             parts.append(f"T={self.sampling.temperature:g}")
-        if (self.prompt_tokens, self.num_tokens) != (PROMPT_TOKENS, NUM_TOKENS):
-            parts.append(f"{self.prompt_tokens}+{self.num_tokens} tokens")
         return " ".join(parts)
+
+    @property
+    def split(self) -> str:
+        """Only how the model is cut: tp3pp2, heads7+2, layers22+8, tp1 for not at all."""
+        if self.heads is not None:
+            wide = f"heads{'+'.join(map(str, self.heads))}"
+        else:
+            wide = f"tp{self.tp}" if self.tp > 1 else ""
+        if self.layers is not None:
+            deep = f"layers{'+'.join(map(str, self.layers))}"
+        else:
+            deep = f"pp{self.pp}" if self.pp > 1 else ""
+        return wide + deep or "tp1"
 
     def layout(self, model: Model) -> Layout:
         """The cut that it asks for."""
@@ -150,12 +148,18 @@ class Cell:
             sampling=self.sampling,
             prompt_tokens=self.prompt_tokens,
             num_tokens=self.num_tokens,
+            prompt_logits=self.prompt_logits,
         )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a cell came to. others: digests of the neighbours, by prompt."""
+    """What a cell came to.
+
+    logits: float32 [prompt_logits + num_tokens, V], in position order; digest: sha256 over them.
+    others: digests of the neighbours, by prompt. wire_bytes_per_token: of all ranks, per row run,
+    without the logits gathered to be compared.
+    """
 
     digest: str
     tokens: tuple[int, ...]
@@ -165,17 +169,15 @@ class Outcome:
     statuses: list[StatusView]
     costs: list[WireCost]
     wire_bytes_per_token: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
     seconds: float
 
 
-def _commas(numbers: Iterable[int]) -> str:
-    return ",".join(str(number) for number in numbers)
-
-
-def neighbours(model: Model) -> list[tuple[int, ...]]:
-    """Sixteen prompts of unequal length, none like another."""
+def neighbours(model: Model, count: int = BATCH - 1) -> list[tuple[int, ...]]:
+    """`count` prompts of up to 81 tokens, none like another."""
     vocab = model.config.vocab
-    return [hashed_tokens(1 + 5 * i, vocab, seed=i) for i in range(1, NUM_NEIGHBOURS + 1)]
+    return [hashed_tokens(6 + 5 * (i % 16), vocab, seed=i + 1) for i in range(count)]
 
 
 def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[Request]:
@@ -185,12 +187,11 @@ def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[Request]:
         max_tokens=cell.num_tokens,
         sampling=cell.sampling,
         want_logits=want_logits,
+        prompt_logits=cell.prompt_logits,
     )
-    if cell.place == "alone":
-        return [mine]
     others = [
-        Request(prompt=prompt, max_tokens=cell.num_tokens - i % 5, want_logits=want_logits)
-        for i, prompt in enumerate(neighbours(model))
+        Request(prompt=prompt, max_tokens=max(1, cell.num_tokens - i % 5), want_logits=want_logits)
+        for i, prompt in enumerate(neighbours(model, cell.batch - 1))
     ]
     match cell.place:
         case "first":
@@ -198,7 +199,7 @@ def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[Request]:
         case "last":
             return [*others[::-1], mine]
         case _:
-            return [*others[:7], mine, *others[7:]]
+            return [*others[: cell.batch // 2 - 1], mine, *others[cell.batch // 2 - 1 :]]
 
 
 def shuffled_pages(count: int) -> tuple[int, ...]:
@@ -218,8 +219,8 @@ class _Collected:
             self.fault = event.fault
             self.digest.update(b"fault")
             return
-        assert event.token is not None
-        self.tokens.append(event.token)
+        if event.token is not None:
+            self.tokens.append(event.token)
         if event.logits is not None:
             self.digest.update(event.logits.astype("<f4").tobytes())
             self.logits.append(event.logits.copy())
@@ -238,7 +239,7 @@ def run_cell(
     start = time.monotonic()
     requests = _requests(model, cell, want_logits=want_logits)
     steps: list[StepShape] = []
-    length = cell.prompt_tokens + cell.num_tokens
+    length = max(len(request.prompt) + request.max_tokens for request in requests)
     pages = len(requests) * -(-length // model.profile.kv_block)
     engine = Engine(
         group,
@@ -249,7 +250,8 @@ def run_cell(
             kernels=cell.kernels,
             comm=cell.comm,
             threads=cell.threads,
-            chunk=cell.chunk,
+            chunk=min(cell.chunk, length),
+            prompt_logits=cell.prompt_logits,
             max_num_seqs=len(requests),
             max_model_len=length,
             deadline_s=DEADLINE_S,
@@ -268,7 +270,7 @@ def run_cell(
     engine.close()
     found = {request.prompt: got for request, got in zip(requests, collected.values(), strict=True)}
     mine = found.pop(model.prompt[: cell.prompt_tokens])
-    num_rows = sum(step.rows for step in steps)
+    timings, num_rows = engine.timings, sum(step.rows for step in steps)
     return Outcome(
         digest=mine.digest.hexdigest(),
         tokens=tuple(mine.tokens),
@@ -278,33 +280,43 @@ def run_cell(
         statuses=statuses,
         costs=costs,
         wire_bytes_per_token=sum(cost.bytes for cost in costs) / num_rows,
+        prefill_tokens_per_s=timings.prefill_tokens / max(timings.prefill_s, 1e-9),
+        decode_tokens_per_s=timings.decode_tokens / max(timings.decode_s, 1e-9),
         seconds=time.monotonic() - start,
     )
 
 
 def forced_logits(
-    group: RankGroup, model: Model, cell: Cell, tokens: Sequence[int], *, epoch: int = 1
+    group: RankGroup,
+    model: Model,
+    cell: Cell,
+    tokens: Sequence[int],
+    *,
+    order: Order = "written",
+    epoch: int = 1,
 ) -> F32:
-    """Logits [n, V] of the n rows that emitted `tokens`, whatever a naive rank would have drawn.
+    """Logits [n, V] of the n rows that emit `tokens`, whatever ranks of `order` would have drawn.
 
-    The prompt runs in the cell's chunks, then one row a frame; in a batch cell all 17 decode.
+    The prompt runs in the cell's chunks, then one row a frame; in a batch all decode. `order`
+    is heeded by a group whose ranks run `naive.rank_of_any_order`.
     """
     prompt = model.prompt[: cell.prompt_tokens]
-    others = [] if cell.place == "alone" else neighbours(model)
+    others = neighbours(model, cell.batch - 1)
     vocab = model.config.vocab
     with Driver(
         model,
         group=group,
         epoch=epoch,
+        order=order,
         tp=cell.tp,
         pp=cell.pp,
         heads=cell.heads,
         layers=cell.layers,
         kernels=cell.kernels,
         threads=cell.threads,
-        rows_max=max(len(prompt), NUM_NEIGHBOURS + 1),
+        rows_max=max(len(prompt), *(len(other) for other in others), cell.batch),
         num_slots=1 + len(others),
-        max_model_len=len(prompt) + len(tokens),
+        max_model_len=max(len(prompt), 81) + len(tokens),
         deadline_s=DEADLINE_S,
     ) as driver:
         for slot, other in enumerate(others, start=1):

@@ -39,6 +39,7 @@ from anyshard.model import program
 from anyshard.ops import KernelChoice
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
+from anyshard.verify.naive import Order, OrderedPlan
 from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, RankPlan, Served, rank_main, wire_sizes
 
 __all__ = ["Driver", "Shape", "Step", "open_group", "served"]
@@ -107,7 +108,7 @@ class Driver:
 
     With `group` the epoch runs in a rank group that is loaded already, as its epoch number `epoch`,
     and leaves it open; `model` then need not hold the weights, and `ranks` and `rank_body` are the
-    group's.
+    group's. `order` is heeded where that body is `naive.rank_of_any_order`.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Driver:
         *,
         group: RankGroup | None = None,
         epoch: int = 1,
+        order: Order = "written",
         tp: int = 1,
         pp: int = 1,
         heads: Sequence[int] | None = None,
@@ -153,7 +155,8 @@ class Driver:
             layers=layers,
             leaf=model.profile.leaf,
         )
-        rank_plan = RankPlan(
+        rank_plan = OrderedPlan(
+            order=order,
             heads=self.layout.heads,
             ffn=self.layout.ffn,
             vocab=self.layout.vocab,

@@ -4,7 +4,8 @@ A *naive order* computes what the engine computes, in the order that an ordinary
 choose on one axis of a split. The share of logits that differ between two layouts under it is the
 axis's *witness*: were it zero, equal digests would say nothing.
 
-Every class here is a `Worker`; `rank_body` makes of it what a rank runs.
+Every class here is a `Worker`. `rank_body` makes of one what a rank runs; a rank that runs
+`rank_of_any_order` takes the order that its epoch names, so that one launcher serves them all.
 """
 
 from __future__ import annotations
@@ -13,28 +14,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from anyshard.binder import Binder
 from anyshard.launcher import Seat
 from anyshard.model import Op, Program, Sum
 from anyshard.ops.exact import F32, I32
-from anyshard.worker import Served, Worker, rank_main
+from anyshard.worker import RankPlan, Served, Worker, rank_main
 
 __all__ = [
+    "ORDERS",
     "AlteredOps",
     "NaiveChunk",
     "NaivePp",
     "NaiveTp",
     "NaiveTpOfFour",
     "NaiveTpPp",
+    "Order",
+    "OrderedPlan",
     "SplitByRows",
     "SplitByThread",
     "rank_body",
+    "rank_of_any_order",
 ]
 
+#: "written" is docs/numerics.md; the others are named after the axis that they would show on.
+Order = Literal["written", "tp", "pp", "mixed", "chunk", "threads", "batch"]
 Run = Callable[[int], None]
 ROW_PARALLEL = ("o_proj", "down_proj")
 SUMS = (*ROW_PARALLEL, "qkv", "gate_up", "head")
@@ -263,3 +271,26 @@ class NaiveChunk(Worker):
     """Softmax restarted at the edge of a chunk."""
 
     binder_type: type[Binder] = RestartedSoftmaxBinder
+
+
+ORDERS: dict[str, type[Worker]] = {
+    "written": Worker,
+    "tp": NaiveTpOfFour,
+    "pp": NaivePp,
+    "mixed": NaiveTpPp,
+    "chunk": NaiveChunk,
+    "threads": SplitByThread,
+    "batch": SplitByRows,
+}
+
+
+class OrderedPlan(RankPlan, frozen=True, kw_only=True):
+    """A plan that also names the order of its sums."""
+
+    order: Order = "written"
+
+
+def rank_of_any_order(seat: Seat) -> None:
+    """A rank whose epoch says by which order it sums; a plain RankPlan means the written one."""
+    order = msgspec.msgpack.decode(seat.start.payload, type=OrderedPlan).order
+    rank_main(seat, worker_type=ORDERS[order])

@@ -1,0 +1,299 @@
+"""Cells against the unsplit run, bit by bit, each beside its witnesses.
+
+    checker = Checker(group, model, request)
+    for cell in cells:
+        result = checker.check(cell)
+
+What is compared are logits: of every prompt position asked for, and of every token emitted. All
+cells run as epochs of one loaded rank group, whose ranks run `naive.rank_of_any_order`.
+
+A *witness* is measured along one axis at a time: the share of logits that change when the axis
+alone is split and both sides sum in the order of an ordinary engine (`verify/naive.py`). A cell
+has one for every axis that it splits; where one is 0, the equality along that axis shows nothing.
+A cell that only places work (pages, bodies, wires) has no order to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from anyshard.launcher import RankGroup
+from anyshard.ops.exact import F32
+from anyshard.verify.cells import WHOLE, Axis, Cell, Model, Outcome, forced_logits, run_cell
+from anyshard.verify.naive import ORDERS, Order
+from anyshard.verify.prompt import hashed_tokens
+
+__all__ = [
+    "CellResult",
+    "Checker",
+    "Difference",
+    "Explain",
+    "RequestShape",
+    "max_ulp",
+    "witness_cells",
+]
+
+Verdict = Literal["equal", "vacuous", "differs"]
+#: Names where a cell first parts from the unsplit run; `position` is the first whose logits do.
+Explain = Callable[[Cell, int], str]
+
+WITNESS_PROMPT = 70  # tokens of a witness run: three blocks of keys, whatever the cell itself runs
+WITNESS_TOKENS = 4
+COMPARED_BYTES = 1 << 27  # of the logits that a run keeps; more positions are left out
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestShape:
+    """What every cell runs, unless it says less: prompt tokens, then tokens decoded one by one."""
+
+    prompt_tokens: int
+    decode_tokens: int
+
+    def of(self, cell: Cell, vocab: int) -> Cell:
+        """The cell with this request, and as many prompt positions compared as are kept.
+
+        The token that the last step emits is not fed back, so it adds no position.
+        """
+        prompt = min(cell.prompt_tokens, self.prompt_tokens)
+        emitted = min(cell.num_tokens, self.decode_tokens + 1)
+        most = max(0, COMPARED_BYTES // (4 * vocab) - emitted)
+        return replace(
+            cell,
+            prompt_tokens=prompt,
+            num_tokens=emitted,
+            prompt_logits=min(prompt - 1, most),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first logit that differs, as hex floats, and where the run parts, if that was found."""
+
+    position: int
+    token_id: int
+    unsplit: str
+    cell: str
+    where: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """One row of the table.
+
+    positions: logit rows compared, each `vocab` wide. max_ulp: the largest distance of two
+    differing logits, counted in floats between them; None if nothing is there to compare. witness:
+    by axis, the share of logits that would change, 0..1; empty for a cell that only places work.
+    Bytes are lists by rank; wire_bytes_per_token is the sum over ranks. tokens_per_s: decoding.
+    """
+
+    cell: str
+    profile_hash: str
+    positions: int
+    vocab: int
+    digest: str
+    elements_differing: int
+    max_ulp: int | None
+    tokens_equal: bool
+    verdict: Verdict
+    witness: dict[Axis, float]
+    first_divergence: Difference | None
+    fault: str | None
+    wire_bytes_per_token: float
+    weight_bytes: list[int]
+    kv_bytes: list[int]
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    speed_ratio: float
+    seconds: float
+
+    @property
+    def ranks(self) -> int:
+        """Processes or threads that ran it."""
+        return len(self.weight_bytes)
+
+
+def max_ulp(a: F32, b: F32) -> int:
+    """The largest distance of two floats in the order of all floats; 0 where both are empty.
+
+    -0 and +0 are one apart, though not equal in bits; a NaN counts as beyond infinity.
+    Held by: test_verify.py::test_max_ulp_counts_floats.
+    """
+    first, second = (_ordinal(x) for x in (a, b))
+    return int(np.abs(first - second).max(initial=0))
+
+
+def _ordinal(x: F32) -> np.ndarray:
+    bits = np.ascontiguousarray(x).view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
+
+
+def witness_cells(cell: Cell) -> dict[Axis, Cell]:
+    """For every axis that the cell splits in which an order could show: that axis alone.
+
+    The request is cut short, but never below two chunks. Held by: test_verify.py.
+    """
+    alone: dict[Axis, Cell] = {}
+    if cell.tp > 1 or cell.heads is not None:
+        alone["tp"] = Cell(axis="tp", tp=cell.tp, heads=cell.heads)
+    if cell.pp > 1 or cell.layers is not None:
+        alone["pp"] = Cell(axis="pp", pp=cell.pp, layers=cell.layers)
+    if cell.chunk < cell.prompt_tokens:
+        alone["chunk"] = Cell(axis="chunk", chunk=cell.chunk)
+    if cell.threads > 1:
+        alone["threads"] = Cell(axis="threads", threads=cell.threads)
+    if cell.batch > 1:
+        alone["batch"] = Cell(axis="batch", batch=cell.batch)
+    count = min(cell.num_tokens, WITNESS_TOKENS)
+    return {
+        axis: replace(
+            each,
+            num_tokens=count,
+            prompt_tokens=min(cell.prompt_tokens, max(WITNESS_PROMPT, 7 + each.chunk % WHOLE)),
+        )
+        for axis, each in alone.items()
+    }
+
+
+class Checker:
+    """Runs cells of one model in one loaded group, an epoch each; unsplit runs only once.
+
+    explain: asked where a cell parts from the unsplit run, once for each cell that differs.
+    on_step: called after every run.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        model: Model,
+        request: RequestShape,
+        *,
+        explain: Explain | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.group, self.model, self.request, self.explain = group, model, request, explain
+        self._on_step, self._epoch = on_step, 0
+        self._unsplit: dict[Cell, Outcome] = {}
+        self._forced: dict[tuple[Order, Cell], F32] = {}
+        self._witness: dict[Cell, float] = {}
+
+    def steps(self, cells: list[Cell]) -> int:
+        """How often on_step will be called by `baseline` and a `check` of each of `cells`."""
+        base = self._asked(Cell(axis="base"))
+        asked = [self._asked(cell) for cell in cells]
+        alone = {part for cell in asked for part in witness_cells(cell).values()}
+        whole = {cell.unsplit() for cell in (base, *asked)}
+        return len(cells) + len(whole) + len(alone)
+
+    def unsplit(self, cell: Cell) -> Outcome:
+        """The unsplit run of a cell's request."""
+        whole = cell.unsplit()
+        if whole not in self._unsplit:
+            self._unsplit[whole] = self._run(whole)
+        return self._unsplit[whole]
+
+    def baseline(self) -> CellResult:
+        """The row of the unsplit run itself."""
+        cell = self._asked(Cell(axis="base"))
+        return replace(self._result(cell, self.unsplit(cell), {}), cell="unsplit")
+
+    def check(self, cell: Cell) -> CellResult:
+        """Run the cell, its unsplit run and its witnesses, what of them was not run before.
+
+        Raises: PeerLost.
+        """
+        cell = self._asked(cell)
+        self.unsplit(cell)
+        outcome = self._run(cell)
+        parts = witness_cells(cell)
+        for part in parts.values():
+            if part not in self._witness:
+                self._witness[part] = self._measure(part)
+                self._on_step()
+        return self._result(
+            cell, outcome, {axis: self._witness[part] for axis, part in parts.items()}
+        )
+
+    def _asked(self, cell: Cell) -> Cell:
+        return self.request.of(cell, self.model.config.vocab)
+
+    def _run(self, cell: Cell) -> Outcome:
+        self._epoch += 1
+        outcome = run_cell(self.group, self.model, cell, epoch=self._epoch)
+        self._on_step()
+        return outcome
+
+    def _result(self, cell: Cell, outcome: Outcome, witness: dict[Axis, float]) -> CellResult:
+        whole, vocab = self.unsplit(cell), self.model.config.vocab
+        comparable = outcome.logits.shape == whole.logits.shape
+        unlike = np.zeros(whole.logits.shape, bool)
+        if comparable:
+            unlike = outcome.logits.view(np.uint32) != whole.logits.view(np.uint32)
+        differing = int(np.count_nonzero(unlike)) if comparable else whole.logits.size
+        tokens_equal = outcome.tokens == whole.tokens and outcome.fault == whole.fault
+        equal = tokens_equal and not differing
+        verdict: Verdict = "differs"
+        if equal:
+            verdict = "vacuous" if 0.0 in witness.values() else "equal"
+        ulp = None
+        if comparable:
+            ulp = max_ulp(outcome.logits[unlike], whole.logits[unlike])
+        return CellResult(
+            cell=cell.name,
+            profile_hash=self.model.profile.sha256(),
+            positions=len(whole.logits),
+            vocab=vocab,
+            digest=outcome.digest,
+            elements_differing=differing,
+            max_ulp=ulp,
+            tokens_equal=tokens_equal,
+            verdict=verdict,
+            witness=witness,
+            first_divergence=self._difference(cell, outcome, whole, unlike),
+            fault=outcome.fault,
+            wire_bytes_per_token=outcome.wire_bytes_per_token,
+            weight_bytes=[view.weight_bytes for view in outcome.statuses],
+            kv_bytes=[view.kv_bytes for view in outcome.statuses],
+            prefill_tokens_per_s=outcome.prefill_tokens_per_s,
+            decode_tokens_per_s=outcome.decode_tokens_per_s,
+            speed_ratio=outcome.decode_tokens_per_s / max(whole.decode_tokens_per_s, 1e-9),
+            seconds=outcome.seconds,
+        )
+
+    def _difference(
+        self, cell: Cell, outcome: Outcome, whole: Outcome, unlike: np.ndarray
+    ) -> Difference | None:
+        if not unlike.any():
+            return None
+        row, token_id = (int(index) for index in np.argwhere(unlike)[0])
+        position = cell.prompt_tokens - 1 - cell.prompt_logits + row
+        return Difference(
+            position=position,
+            token_id=token_id,
+            unsplit=float(whole.logits[row, token_id]).hex(),
+            cell=float(outcome.logits[row, token_id]).hex(),
+            where=None if self.explain is None else self.explain(cell, position),
+        )
+
+    def _measure(self, part: Cell) -> float:
+        whole = self._forced_logits(part.unsplit(), part.axis)
+        split = self._forced_logits(part, part.axis)
+        unlike = np.count_nonzero(split.view(np.uint32) != whole.view(np.uint32))
+        return float(unlike) / split.size
+
+    def _forced_logits(self, cell: Cell, axis: Axis) -> F32:
+        """Of a cell whose ranks sum in the order named after `axis`, fed tokens of no meaning."""
+        assert axis in ORDERS
+        order: Order = axis  # type: ignore[assignment]  # the names are the same
+        known = self._forced.get((order, cell))
+        if known is not None:
+            return known
+        self._epoch += 1
+        tokens = hashed_tokens(cell.num_tokens, self.model.config.vocab, seed=0)
+        found = forced_logits(self.group, self.model, cell, tokens, order=order, epoch=self._epoch)
+        if cell.axis == "base":  # many cells are held against it
+            self._forced[order, cell] = found
+        return found

@@ -1,0 +1,177 @@
+"""What a grid came to, as one record: a sentence, one JSON object, or lines of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anyshard.verify.check import CellResult
+
+__all__ = [
+    "Column",
+    "Report",
+    "as_json",
+    "columns",
+    "divergence_text",
+    "head_line",
+    "per_rank_text",
+    "row_line",
+    "summary",
+    "witness_text",
+]
+
+MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A grid that was run. `unsplit` is the run that all `cells` were held against.
+
+    skipped: (cell, reason). date: when it began, UTC. seconds: all runs together, without loading.
+    """
+
+    model: str
+    version: str
+    profile: str
+    profile_hash: str
+    prompt_tokens: int
+    decode_tokens: int
+    ranks_are: str
+    cores: int
+    unsplit: CellResult
+    cells: tuple[CellResult, ...]
+    skipped: tuple[tuple[str, str], ...]
+    date: str
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether no cell differs."""
+        return all(cell.verdict != "differs" for cell in self.cells)
+
+    @property
+    def num_vacuous(self) -> int:
+        """Cells with an axis along which no order could have shown."""
+        return sum(cell.verdict == "vacuous" for cell in self.cells)
+
+
+def summary(report: Report) -> str:
+    """One sentence: how many cells are equal, how many differ, how many show nothing."""
+    total = len(report.cells)
+    differing = sum(cell.verdict == "differs" for cell in report.cells)
+    equal = total - differing - report.num_vacuous
+    parts = [f"{differing} of {total} {_cells(total)} DIFFER"] if differing else []
+    parts.append(f"{equal} of {total} {_cells(total)} equal the unsplit run in every bit")
+    if report.num_vacuous:
+        parts.append(
+            f"{report.num_vacuous} {_cells(report.num_vacuous)} had nothing to show (equal, but so "
+            "is another order of summation there)"
+        )
+    if report.skipped:
+        parts.append(f"{len(report.skipped)} skipped")
+    return "; ".join(parts)
+
+
+def _cells(count: int) -> str:
+    return "cell" if count == 1 else "cells"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The whole record in plain types."""
+    record = asdict(report)
+    record["cells"] = list(record["cells"])
+    record["skipped"] = [{"cell": cell, "reason": reason} for cell, reason in report.skipped]
+    return {
+        "equal": report.equal,
+        "vacuous": report.num_vacuous,
+        "summary": summary(report),
+    } | record
+
+
+def witness_text(cell: CellResult) -> str:
+    """`tp 95.7% chunk 92.6%`, or that there is no order to change."""
+    if not cell.witness:
+        return "no order to change"
+    return " ".join(f"{axis} {_percent(share)}" for axis, share in cell.witness.items())
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.1%}"
+
+
+def per_rank_text(sizes: Sequence[int]) -> str:
+    """Bytes of each rank in MB: one number where all have about the same, or least to most."""
+    low, high = min(sizes) / MB, max(sizes) / MB
+    return f"{high:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f}-{high:.1f}"
+
+
+def divergence_text(cell: CellResult) -> str:
+    """Where a cell first parts from the unsplit run; empty where it does not."""
+    found = cell.first_divergence
+    if found is None:
+        return "" if cell.fault is None else f"it failed: a value left float32 in {cell.fault}"
+    place = f"position {found.position}, id {found.token_id}: {found.unsplit} became {found.cell}"
+    return place if found.where is None else f"{place}; {found.where}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One of a table in text. rank: the higher, the sooner a narrow terminal does without it."""
+
+    name: str
+    width: int
+    rank: int
+    text: Callable[[CellResult], str]
+    left: bool = False
+
+    def cell(self, text: str) -> str:
+        """`text` in the column's width."""
+        return f"{text:{self.width}}" if self.left else f"{text:>{self.width}}"
+
+
+def columns(cells: Iterable[str], *, width: int) -> list[Column]:
+    """Those that fit into `width` characters, for cells of these names."""
+    widest = max((len(name) for name in cells), default=0)
+    found = [
+        Column("cell", max(widest, len("unsplit")), 0, lambda c: c.cell, left=True),
+        Column("digest", 12, 4, lambda c: c.digest[:12], left=True),
+        Column("differ", 9, 0, lambda c: _short(c.elements_differing)),
+        Column("ulp", 7, 2, lambda c: "-" if c.max_ulp is None else _short(c.max_ulp)),
+        Column("tokens", 6, 1, lambda c: "equal" if c.tokens_equal else "DIFFER", left=True),
+        Column("witness", 26, 0, _witness_column, left=True),
+        Column("wire B/tok", 10, 5, lambda c: f"{c.wire_bytes_per_token:,.0f}"),
+        Column("weights MB", 11, 6, lambda c: per_rank_text(c.weight_bytes)),
+        Column("KV MB", 9, 7, lambda c: per_rank_text(c.kv_bytes)),
+        Column("tok/s", 6, 3, lambda c: f"{c.decode_tokens_per_s:.1f}"),
+        Column("ratio", 5, 3, lambda c: f"{c.speed_ratio:.2f}"),
+        Column("", 15, 0, _mark, left=True),
+    ]
+    while len(found) > 4 and sum(column.width + 2 for column in found) > width:
+        found.remove(max(found, key=lambda column: column.rank))
+    return found
+
+
+def _witness_column(cell: CellResult) -> str:
+    return "" if cell.cell == "unsplit" else witness_text(cell)
+
+
+def _mark(cell: CellResult) -> str:
+    return {"equal": "", "vacuous": "nothing to show", "differs": "DIFFERS"}[cell.verdict]
+
+
+def head_line(table: Sequence[Column]) -> str:
+    """The names above `row_line`."""
+    return "  ".join(column.cell(column.name) for column in table).rstrip()
+
+
+def row_line(cell: CellResult, table: Sequence[Column]) -> str:
+    """A cell in one line; its first divergence is not in it."""
+    return "  ".join(column.cell(column.text(cell)) for column in table).rstrip()
+
+
+def _short(count: int) -> str:
+    """A count in at most nine characters."""
+    return f"{count:,}" if count < 1_000_000 else f"{count:.1e}"

@@ -1,0 +1,386 @@
+"""`anyshard verify`: what it runs, what it sees, what it says and how it ends.
+
+A planted bug in the ranks must end in exit code 4; a cell whose witness is 0 must say that it
+shows nothing. Models are the tiny ones of tests/models.py; the demo model is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+import pytest
+from grid import the_model
+from models import MODELS, write_hf_model
+from test_checkpoint_gguf import needs_demo
+
+from anyshard.cli import main
+from anyshard.errors import OptionError
+from anyshard.ops import available_bodies
+from anyshard.verify import check, naive
+from anyshard.verify.cells import BATCH, Cell
+from anyshard.verify.check import Checker, RequestShape, max_ulp, witness_cells
+from anyshard.verify.driver import open_group
+from anyshard.verify.grid import Lists, Split, cells_of, full, parse_layouts, quick, runnable
+from anyshard.verify.naive import rank_of_any_order
+
+SHORT = ("--in-process", "--prompt-tokens", "40", "--tokens", "3")
+CELL_FIELDS = {
+    "cell", "profile_hash", "positions", "vocab", "digest", "elements_differing", "max_ulp",
+    "tokens_equal", "verdict", "witness", "first_divergence", "fault", "wire_bytes_per_token",
+    "weight_bytes", "kv_bytes", "prefill_tokens_per_s", "decode_tokens_per_s", "speed_ratio",
+    "seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """9 query heads, 3 KV heads, 3 layers; no tokenizer, so it reads hashed ids."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return str(write_hf_model(folder, MODELS["adversarial-9-3"], seed=7, adversarial=True))
+
+
+class Ran:
+    """Exit code and both streams of a command that ran in this process."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], *arguments: str) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            self.code = main(["verify", *arguments])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        self.out, self.err = capfd.readouterr()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+
+def test_every_cell_of_lists_is_equal_and_would_have_shown(
+    tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lists = ("--layouts", "tp2,pp3,tp3pp2,heads7+2", "--chunk", "7,all", "--batch", "1,5")
+    ran = Ran(capfd, tiny, *SHORT, *lists)
+    assert ran.code == 0 and ran.err == ""
+    head, unsplit, *rows = ran.out.splitlines()
+    assert head.startswith("cell ") and unsplit.startswith("unsplit ")
+    assert "16 of 16 cells equal the unsplit run in every bit" in ran.out
+    assert len([row for row in rows if " equal " in row]) == 16 + 1
+    assert sum("tp3pp2 chunk 7 last of 5" in row for row in rows) == 1
+    assert "nothing to show" not in ran.out and "DIFFERS" not in ran.out
+
+
+def test_json_is_one_object_and_holds_every_field(
+    tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lists = ("--layouts", "tp1,tp2pp2", "--threads", "1,2", "--kernels", "auto,reference")
+    ran = Ran(
+        capfd, tiny, "--json", "--in-process", "--prompt-tokens", "9", "--tokens", "2", *lists
+    )
+    record = ran.record
+    assert ran.code == 0 and record["equal"] and record["vacuous"] == 0
+    assert {"summary", "profile_hash", "prompt_tokens", "decode_tokens", "skipped"} <= set(record)
+    rows = [record["unsplit"], *record["cells"]]
+    assert len(rows) == 9 and all(set(row) == CELL_FIELDS for row in rows)
+    assert len({row["digest"] for row in rows}) == 1
+    vocab = MODELS["adversarial-9-3"].vocab
+    for row in rows:
+        assert (row["positions"], row["vocab"]) == (9 + 2, vocab), "every position is compared"
+        assert row["elements_differing"] == row["max_ulp"] == 0 and row["tokens_equal"]
+    by_name = {row["cell"]: row for row in rows}
+    assert by_name["tp1"]["witness"] == {} and by_name["tp1"]["verdict"] == "equal"
+    split = by_name["tp2pp2 threads 2 reference"]
+    assert set(split["witness"]) == {"tp", "pp", "threads"}
+    assert len(split["weight_bytes"]) == len(split["kv_bytes"]) == 4
+    assert split["wire_bytes_per_token"] > 0 == by_name["tp1"]["wire_bytes_per_token"]
+
+
+def test_a_planted_bug_ends_in_exit_4_and_shows_where(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that is never added: it needs two ranks, so pp2 and the unsplit run stay right."""
+    monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+    ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2", "--json")
+    assert ran.code == 4
+    wide, deep = ran.record["cells"]
+    assert deep["verdict"] == "equal" and deep["first_divergence"] is None
+    assert wide["verdict"] == "differs" and wide["elements_differing"] > 0 < wide["max_ulp"]
+    found = wide["first_divergence"]
+    assert found["position"] == 0, "the bug is in every row"
+    assert float.fromhex(found["cell"]) != float.fromhex(found["unsplit"])
+    shown = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2")
+    assert shown.code == 4
+    assert "1 of 2 cells DIFFER; 1 of 2 cells equal" in shown.out
+    assert f"position 0, id {found['token_id']}: {found['unsplit']} became" in shown.out
+
+
+def test_a_bug_that_only_prompt_rows_show_is_seen(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row of a chunk misses its own key: at the chunk's edge, and not before."""
+    monkeypatch.setitem(naive.ORDERS, "written", planted.ChunkEdge)
+    ran = Ran(capfd, tiny, *SHORT, "--chunk", "16", "--json")
+    assert ran.code == 4
+    assert ran.record["cells"][0]["first_divergence"]["position"] == 16
+
+
+def test_a_fault_in_a_cell_is_a_difference(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(naive.ORDERS, "written", planted.Unmasked)
+    monkeypatch.setattr(
+        "anyshard.verify.grid.quick",
+        lambda config: [Cell(axis="pages", poison=True, prompt_tokens=9)],
+    )
+    ran = Ran(capfd, tiny, *SHORT, "--json")
+    (cell,) = ran.record["cells"]
+    assert ran.code == 4 and cell["verdict"] == "differs"
+    assert cell["fault"].startswith("layers.0.")
+
+
+def test_a_witness_of_zero_is_marked_and_no_pass(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All scores of this model are in the thousands: a restarted softmax leaves no trace."""
+    config = MODELS["adversarial-head-80"]
+    model = write_hf_model(tmp_path / "model", config, seed=7, adversarial=True)
+    ran = Ran(capfd, str(model), "--in-process", "--prompt-tokens", "307", "--chunk", "300,7")
+    assert ran.code == 0
+    lines = ran.out.splitlines()
+    assert [line.endswith("nothing to show") for line in lines if "chunk" in line[:12]] == [
+        True,
+        False,
+    ]
+    assert "1 of 2 cells equal the unsplit run in every bit; 1 cell had nothing to show" in ran.out
+
+
+@pytest.mark.ranks
+def test_forked_ranks_share_one_launcher_and_report_the_same(tiny: str) -> None:
+    arguments = ("--prompt-tokens", "40", "--tokens", "3", "--layouts", "tp2,tp3pp2", "--json")
+    found = []
+    for more in ((), ("--in-process",)):
+        command = [sys.executable, "-m", "anyshard.cli", "verify", tiny, *arguments, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        found.append([(c["cell"], c["digest"], c["witness"]) for c in record["cells"]])
+    assert found[0] == found[1]
+
+
+def test_a_run_loads_the_weights_once(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anyshard import engine
+
+    loads: list[str | None] = []
+    loader = engine.loader
+
+    def counting(path: str | None, *, threads: int) -> Any:
+        load = loader(path, threads=threads)
+
+        def counted(progress: Any) -> Any:
+            loads.append(path)
+            return load(progress)
+
+        return counted
+
+    monkeypatch.setattr(engine, "loader", counting)
+    assert Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2", "--chunk", "7,all").code == 0
+    assert loads == [tiny]
+
+
+REFUSED = {
+    ("--layouts", "tp2,xp3"): "--layouts has 'xp3'; a layout is tp2, pp3, tp3pp2",
+    ("--layouts", ""): "--layouts has ''; a layout is",
+    ("--layouts", "tp0"): "counts begin at 1",
+    ("--layouts", "tp10"): "layout tp10: ",
+    ("--layouts", "pp4"): "layout pp4: ",
+    ("--layouts", "heads5+5"): "layout heads5+5: ",
+    ("--layouts", "tp9999999"): "--layouts has 'tp9999999'",
+    ("--heads", "5,five"): "--heads is '5,five'",
+    ("--batch", "1,many"): "--batch is '1,many'; whole numbers",
+    ("--batch", "0"): "--batch is 0; it can be 1 to 1024",
+    ("--chunk", "7,some"): "--chunk is 'some'; whole numbers such as 1,17 are needed, or all",
+    ("--threads", "1,999"): "--threads is 999; it can be 1 to 256",
+    ("--kernels", "auto,fast"): "--kernels has 'fast'; it can hold auto, avx2, scalar, reference",
+    ("--grid", "quick", "--chunk", "7"): "--grid quick is a fixed set of cells and --chunk makes",
+    ("--prompt-tokens", "0"): "--prompt-tokens is 0; it can be 1 to 65536",
+    ("--prompt-tokens", "510"): "the context holds 512",
+    ("--tokens", "0"): "--tokens is 0; it can be 1 to 4096",
+    ("--batch", ",".join(["1"] * 1001)): "these lists make 1001 cells; at most 1000",
+    ("--report", "nowhere/at/all.html"): "name a file in a folder that exists",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=lambda value: " ".join(value)[:40])
+def test_a_mistake_is_one_sentence_and_exit_2(
+    arguments: Sequence[str], tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capfd, tiny, "--in-process", *arguments)
+    assert ran.code == 2 and ran.out == ""
+    assert REFUSED[tuple(arguments)] in ran.err
+    assert ran.err.count("\n") == 1
+
+
+class Checked(HTMLParser):
+    """Tags in order and nesting; every text and attribute as a browser reads it."""
+
+    VOID = frozenset({"meta", "br", "link"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onclick"}
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_report_is_one_page_that_escapes_what_it_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = '<script>alert(1)</script>&"x'.replace("/", "_")
+    config = MODELS["adversarial-9-3"]
+    model = str(write_hf_model(tmp_path / name, config, seed=7, adversarial=True))
+    monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+    target = tmp_path / "out.html"
+    arguments = (*SHORT, "--layouts", "tp2,pp2", "--report", str(target))
+    assert Ran(capfd, model, *arguments).code == 4
+    page = target.read_text("utf-8")
+    found = Checked(page)
+    assert "script" not in found.tags and name in "".join(found.texts)
+    assert page.startswith("<!DOCTYPE html>") and "http" not in page and "url(" not in page
+    first = page.index('<p class="summary differs">1 of 2 cells DIFFER')
+    assert first < page.index("<table>"), "the sentence comes before the table"
+    assert found.tags.count("tr") == 1 + 1 + 2 + 1
+    assert page.count("became 0x") + page.count("became -0x") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_max_ulp_counts_floats() -> None:
+    one = np.array([1, -1, 0], np.float32)
+    assert max_ulp(one, one) == 0
+    assert max_ulp(one, np.nextafter(one, np.float32(2), dtype=np.float32)) == 1
+    assert max_ulp(np.array([-0.0], np.float32), np.array([0.0], np.float32)) == 1
+    smallest = np.nextafter(np.float32(0), np.float32(1))
+    assert max_ulp(np.array([-smallest]), np.array([smallest])) == 3
+    assert max_ulp(np.array([1], np.float32), np.array([2], np.float32)) == 1 << 23
+
+
+def test_a_cell_has_a_witness_for_every_axis_that_it_splits_and_no_other() -> None:
+    cell = Cell(
+        axis="mixed", tp=2, layers=(1, 2), chunk=7, threads=2, batch=BATCH, prompt_tokens=40
+    )
+    alone = witness_cells(cell)
+    assert {axis: (each.split, each.chunk < 40) for axis, each in alone.items()} == {
+        "tp": ("tp2", False),
+        "pp": ("layers1+2", False),
+        "chunk": ("tp1", True),
+        "threads": ("tp1", False),
+        "batch": ("tp1", False),
+    }
+    assert witness_cells(Cell(axis="body", kernels="scalar", shuffled=True, poison=True)) == {}
+    assert witness_cells(Cell(axis="base", chunk=40, prompt_tokens=40)) == {}, "it is one chunk"
+    long = witness_cells(Cell(axis="chunk", chunk=256, prompt_tokens=300))["chunk"]
+    assert long.prompt_tokens == 263, "cut short, but not below two chunks"
+
+
+def test_layouts_are_written_as_they_are_shown() -> None:
+    text = "tp2,pp3,tp3pp2,heads7+2,layers22+8,heads5+4pp2,tp2layers1+29,tp1"
+    cells = cells_of(Lists(splits=parse_layouts(text)))
+    assert [cell.name for cell in cells] == text.split(",")
+    assert parse_layouts("pp1") == (Split(),)
+    for wrong in ("", "tp", "2", "pp2tp2", "tp2 pp2", "heads7,2x", "tp-1", "heads+2", "tp2pp"):
+        with pytest.raises(OptionError):
+            parse_layouts(wrong)
+
+
+def test_named_grids_are_as_large_as_they_say() -> None:
+    model = the_model("adversarial-9-3")
+    for grid in (quick, full):
+        cells = grid(model.config)
+        assert len({cell.name for cell in cells}) == len(cells), "no cell twice"
+        assert all(cell.layout(model) for cell in cells)
+    assert max(cell.tp for cell in quick(model.config)) == 4
+    assert max(cell.pp for cell in quick(model.config)) == 3
+    here, skipped = runnable(full(model.config), forked=False)
+    assert {cell.comm for cell in here} == {"auto"}
+    assert all("torch" in name for name, reason in skipped if "--in-process" in reason)
+
+
+def test_a_bar_is_told_of_every_run() -> None:
+    model = the_model("adversarial-9-3")
+    cells = cells_of(Lists(splits=(Split(tp=2), Split(tp=3)), chunks=(None, 7)))
+    ticks: list[None] = []
+    group = open_group(model.served, rank_of_any_order, forked=False)
+    try:
+        shape = RequestShape(prompt_tokens=30, decode_tokens=2)
+        checker = Checker(group, model, shape, on_step=lambda: ticks.append(None))
+        checker.baseline()
+        assert {checker.check(cell).verdict for cell in cells} == {"equal"}
+    finally:
+        group.close()
+    assert len(ticks) == checker.steps(cells) == 4 + 1 + 3
+
+
+def test_positions_that_do_not_fit_into_memory_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check, "COMPARED_BYTES", 4 * 1000 * 50)
+    shape = RequestShape(prompt_tokens=300, decode_tokens=8)
+    assert shape.of(Cell(axis="base"), 1000).prompt_logits == 50 - 9
+    assert shape.of(Cell(axis="base"), 1 << 20).prompt_logits == 0
+
+
+@needs_demo
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(3600)
+def test_full_grid_of_the_demo_model_is_equal_and_would_have_shown(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "anyshard.cli", "verify", "--grid", "full", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3500, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    record = json.loads(done.stdout)
+    assert record["equal"] and record["vacuous"] == 0, record["summary"]
+    assert len(record["cells"]) >= 60
+    axes = {axis for cell in record["cells"] for axis in cell["witness"]}
+    assert axes == {"tp", "pp", "chunk", "threads", "batch"}
+
+
+@needs_demo
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_quick_grid_of_the_demo_model_is_equal() -> None:
+    command = [sys.executable, "-m", "anyshard.cli", "verify", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert len(record["cells"]) >= 14 - (len(available_bodies()) < 3)
+    assert record["unsplit"]["positions"] == 308
+    assert (
+        len({cell["digest"] for cell in record["cells"][:14] if "scalar" not in cell["cell"]}) == 1
+    )
