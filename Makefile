@@ -50,7 +50,7 @@ sanitize: setup ## the native tests under address and undefined-behaviour saniti
 pure: setup ## an installation without a compiler gives the same bits
 	@$(BIN)/python scripts/pure.py
 
-readme: setup ## the README shows what its commands print
+readme: setup ## README and docs show what their commands print
 	@$(BIN)/python scripts/readme.py --check
 
 bench: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.installed ## speed, interleaved with HF transformers

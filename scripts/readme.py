@@ -1,4 +1,4 @@
-"""Run the commands of README.md and put what they print below them.
+"""Run the commands of README.md and docs/verify.md and put what they print below them.
 
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "verify.md")
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
-# what differs between two machines or minutes: figures, kernel body, threads, the note on cores
+# what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,
+# kernel body, threads, the note on cores
 MEASURED = re.compile(
-    r"\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+"
+    r" +\d+\.\d  +\d+\.\d\d$|\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+"
     r"|\b(avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n",
     re.MULTILINE,
 )
@@ -51,19 +52,24 @@ def masked(text: str) -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
+    return max(transcripts(page, check="--check" in sys.argv) for page in PAGES)
+
+
+def transcripts(page: Path, *, check: bool) -> int:
+    """Write the page again, or say what is stale in it; returns the exit code."""
+    text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT)
     blocks = [match.group(1) for match in BLOCK.finditer(text)]
     stale = 0
     for block in blocks:
         now = outputs(block)
         if masked(now) != masked(block):
             stale += 1
-            print(f"README.md says:\n{block}\nbut it is:\n{now}", file=sys.stderr)
+            print(f"{name} says:\n{block}\nbut it is:\n{now}", file=sys.stderr)
         text = text.replace(block, now)
-    if "--check" in sys.argv:
-        print(f"README.md: {len(blocks)} transcripts, {stale} stale")
+    if check:
+        print(f"{name}: {len(blocks)} transcripts, {stale} stale")
         return 1 if stale else 0
-    README.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
     return 0
 
 

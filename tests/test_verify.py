@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import planted
 import pytest
 from grid import the_model
-from models import MODELS, write_hf_model
+from models import MODELS, plant_overflow, write_hf_model
 from test_checkpoint_gguf import needs_demo
 
 from anyshard.cli import main
@@ -31,6 +32,7 @@ from anyshard.verify.check import Checker, RequestShape, max_ulp, witness_cells
 from anyshard.verify.driver import open_group
 from anyshard.verify.grid import Lists, Split, cells_of, full, parse_layouts, quick, runnable
 from anyshard.verify.naive import rank_of_any_order
+from anyshard.verify.prompt import hashed_tokens
 
 SHORT = ("--in-process", "--prompt-tokens", "40", "--tokens", "3")
 CELL_FIELDS = {
@@ -146,6 +148,18 @@ def test_a_fault_in_a_cell_is_a_difference(
     (cell,) = ran.record["cells"]
     assert ran.code == 4 and cell["verdict"] == "differs"
     assert cell["fault"].startswith("layers.0.")
+
+
+def test_an_unsplit_run_that_fails_is_no_pass(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = MODELS["adversarial-9-3"]
+    (first,) = hashed_tokens(1, config.vocab, seed=0)
+    overflow = partial(plant_overflow, layer_of={first: 1})
+    model = write_hf_model(tmp_path / "model", config, seed=7, adversarial=True, change=overflow)
+    ran = Ran(capfd, str(model), *SHORT, "--layouts", "tp2")
+    assert ran.code == 1
+    assert "nothing to compare: a value left the range of float32 in layers.2." in ran.err
 
 
 def test_a_witness_of_zero_is_marked_and_no_pass(
