@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from driver import served
 from numpy.typing import NDArray
 
 from anyshard.accuracy.measure import compare
@@ -20,6 +19,7 @@ from anyshard.checkpoint.widen import TensorType
 from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
 from anyshard.ops.float64 import Reference64
+from anyshard.verify.driver import served
 from anyshard.worker import Served, Worker
 
 F32 = NDArray[np.float32]

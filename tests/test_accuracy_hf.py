@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from accuracy_cases import measured, rows, visible
-from grid import hashed_tokens
 from models import ADVERSARIAL_9_3, QWEN2_SHAPED, QWEN3_SHAPED, random_weights, write_hf_model
 from test_accuracy_measure import FAULTS, TINY, TOKENS, run_with
 
@@ -19,6 +18,7 @@ from anyshard.accuracy.local import OpMeter
 from anyshard.config import Llama3Scaling, ModelConfig, RopeDivisors, config_from_hf
 from anyshard.errors import UserError
 from anyshard.ops.float64 import Reference64
+from anyshard.verify.prompt import hashed_tokens
 
 hf = pytest.importorskip("anyshard.accuracy.hf", reason="needs torch and transformers")
 

@@ -16,8 +16,6 @@ import msgspec
 import numpy as np
 import pytest
 from accuracy_cases import Place, Weights, in_memory, measured, rows, visible
-from driver import Driver, served
-from grid import hashed_tokens
 from models import (
     ADVERSARIAL_9_3,
     MODELS,
@@ -40,6 +38,8 @@ from anyshard.model import Op
 from anyshard.ops import choose_body
 from anyshard.ops.float64 import Reference64
 from anyshard.tokenizer import open_tokenizer
+from anyshard.verify.driver import Driver, served
+from anyshard.verify.prompt import hashed_tokens
 from anyshard.worker import Worker
 
 CONFIGS = {**MODELS, "qwen3": QWEN3_SHAPED}

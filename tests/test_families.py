@@ -28,7 +28,7 @@ from anyshard.checkpoint.widen import BLOCK, TensorType
 from anyshard.config import Llama3Scaling, ModelConfig, RopeDivisors
 from anyshard.ops.float64 import Reference64
 from anyshard.verify.cells import Cell
-from anyshard.verify.driver import Driver, served
+from anyshard.verify.driver import served
 from anyshard.verify.prompt import hashed_tokens
 
 hf = pytest.importorskip("anyshard.accuracy.hf", reason="needs torch and transformers")
