@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 __all__ = [
     "Attention",
+    "Digest",
+    "DigestKv",
     "Embed",
     "GateUp",
     "Gather",
@@ -36,6 +38,7 @@ __all__ = [
     "RowLinear",
     "argmax",
     "available_bodies",
+    "digest_panels",
     "exp_into",
     "gumbel_argmax",
     "pack_panels",
@@ -50,6 +53,7 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
 Panels = npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8]
 
 sources_sha256: str
@@ -231,6 +235,47 @@ class Head:
     ) -> None: ...
     def run(self, num_sampled: int) -> None:
         """Fill out[:num_sampled]."""
+
+@final
+class Digest:
+    """out[row, columns[i]] = digest of sources[i][row], from index firsts[i] on. out [R, P]."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[F32],
+        firsts: Sequence[int],
+        columns: Sequence[int],
+        keys: I32,
+        out: U64,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill the columns of out[:rows]."""
+
+@final
+class DigestKv:
+    """Digests of stored k and v of heads first_head:stop_head, into column and column + 1."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        first_head: int,
+        stop_head: int,
+        first: int,
+        column: int,
+        keys: I32,
+        out: U64,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill both columns of out[:rows]."""
+
+def digest_panels(pool: Pool, panels: Panels, keys: I32, num_inputs: int, out: U64) -> None:
+    """out[n] = digest of the widened inputs of output n, index 0 on."""
 
 def argmax(logits: F32, *, body: str = "") -> tuple[int, float]:
     """(id, value) of the largest logit, the lowest id on ties.

@@ -27,6 +27,7 @@ from anyshard.layout import Tree
 from anyshard.ops import exact
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.coefficients import constants_sha256
+from anyshard.ops.digest import digest_keys
 from anyshard.ops.rope import rope_table
 from anyshard.ops.storage import pack_lanes
 
@@ -314,6 +315,21 @@ def head(module: Any, pool: Any) -> dict[str, F32 | I32]:
     return {"out": out}
 
 
+def digest(module: Any, pool: Any) -> dict[str, NDArray[Any]]:
+    """Widths around a vector, an index that is not zero, stored keys and values, panels."""
+    rows, keys = 3, digest_keys(400)
+    sources = [hashed(140 + width, rows, width, binades=40) for width in (1, 8, 13, 203)]
+    out = np.zeros((rows, 6), np.uint64)
+    module.Digest(pool, sources, [0, 0, 64, 100], [0, 1, 2, 3], keys, out).run(rows)
+    k, v = hashed(150, 3, 2, HEAD_DIM, 32), hashed(151, 3, 2, 32, HEAD_DIM)
+    table, slots = np.array([[2, 0], [1, 1]], np.int32), np.array([0, 0, 1], np.int32)
+    where = np.array([5, 40, 31], np.int32)
+    module.DigestKv(pool, k, v, table, slots, where, 1, 2, 48, 4, keys, out).run(rows)
+    panels = np.zeros(11, np.uint64)
+    module.digest_panels(pool, packed(hashed(152, 11, 70)), keys, 70, panels)
+    return {"out": out, "panels": panels}
+
+
 def sampling(module: Any, pool: Any, **body: str) -> dict[str, F32 | I32]:
     """Argmax with a tie; Gumbel draws over seeds, positions, choices and streams."""
     logits = hashed(120, 203)
@@ -412,8 +428,9 @@ def primitives() -> dict[str, F32 | I32]:
     }
 
 
-OPS: Mapping[str, Callable[..., dict[str, F32 | I32]]] = {
+OPS: Mapping[str, Callable[..., Mapping[str, NDArray[Any]]]] = {
     "attention": attention,
+    "digest": digest,
     "embed": embed,
     "exp2_in_attention": exp2_in_attention,
     "gate_up": gate_up,
@@ -427,7 +444,7 @@ OPS: Mapping[str, Callable[..., dict[str, F32 | I32]]] = {
 }
 
 
-def texts(found: Mapping[str, F32 | I32]) -> Vectors:
+def texts(found: Mapping[str, NDArray[Any]]) -> Vectors:
     """Hex floats, or integers, in flat order."""
     return {
         name: [float(value).hex() for value in values.reshape(-1)]

@@ -12,6 +12,8 @@ const char* name_of(Element element) {
       return "float32";
     case Element::kInt:
       return "int32";
+    case Element::kWord64:
+      return "uint64";
     default:
       return "uint8";
   }
@@ -23,6 +25,8 @@ bool matches(Element element, char format, Py_ssize_t item_bytes) {
       return format == 'f' && item_bytes == 4;
     case Element::kInt:
       return (format == 'i' || format == 'l') && item_bytes == 4;
+    case Element::kWord64:
+      return (format == 'L' || format == 'Q') && item_bytes == 8;
     default:
       return (format == 'B' || format == '?') && item_bytes == 1;
   }

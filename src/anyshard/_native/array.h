@@ -12,7 +12,7 @@
 
 namespace anyshard {
 
-enum class Element { kFloat, kInt, kByte };
+enum class Element { kFloat, kInt, kByte, kWord64 };
 
 constexpr int64_t kAny = -1;  // in a wanted shape: any size
 
@@ -36,6 +36,7 @@ class Array {
   const uint8_t* bytes() const { return held_ ? static_cast<const uint8_t*>(view_.buf) : nullptr; }
   float* writable_floats() const { return static_cast<float*>(view_.buf); }
   int32_t* writable_ints() const { return static_cast<int32_t*>(view_.buf); }
+  uint64_t* writable_words() const { return static_cast<uint64_t*>(view_.buf); }
 
  protected:
   void acquire(PyObject* object, const char* name, const char* wanted, bool writable);

@@ -14,7 +14,8 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-void bind_shm(nb::module_& m);  // shm.cpp
+void bind_shm(nb::module_& m);     // shm.cpp
+void bind_digest(nb::module_& m);  // digest_op.cpp
 
 namespace anyshard {
 namespace {
@@ -224,4 +225,5 @@ NB_MODULE(_native, m) {
   anyshard::bind_head(m);
   anyshard::bind_functions(m);
   bind_shm(m);
+  bind_digest(m);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "digest.h"
 #include "elementary.h"
 #include "linear.h"
 #include "norm.h"
@@ -21,4 +22,6 @@ constexpr Kernels kTable = {norm,
                             reduce,
                             exp_into,
                             argmax,
-                            gumbel_argmax};
+                            gumbel_argmax,
+                            digest,
+                            digest_panel};

@@ -143,6 +143,10 @@ struct Kernels {
   void (*exp_into)(const float* x, float* out, int64_t count);
   Best (*argmax)(const float* logits, int64_t count);
   Best (*gumbel_argmax)(const Sampler&, const float* logits, int64_t count);
+  // See digest.h.
+  uint64_t (*digest)(const float* x, int count, uint32_t first, const int32_t* keys);
+  void (*digest_panel)(const Linear&, int panel, const int32_t* keys, float* scratch,
+                       uint64_t* out);
 };
 
 // Panels of one register tile. One and two rows: four streams, eight of 16-bit weights at one row

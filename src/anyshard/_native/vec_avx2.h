@@ -82,6 +82,23 @@ ANYSHARD_INLINE IntVec multiply_high(IntVec a, IntVec b) {
   return _mm256_blend_epi32(even, odd, 0xAA);
 }
 
+// Four sums modulo 2^64. Products are of unsigned 32-bit lanes: 0, 2, 4, 6 or 1, 3, 5, 7.
+using Wide = __m256i;
+ANYSHARD_INLINE Wide wide_zero() { return _mm256_setzero_si256(); }
+ANYSHARD_INLINE Wide add_wide(Wide a, Wide b) { return _mm256_add_epi64(a, b); }
+ANYSHARD_INLINE Wide even_products(IntVec a, IntVec b) { return _mm256_mul_epu32(a, b); }
+ANYSHARD_INLINE Wide odd_products(IntVec a, IntVec b) {
+  return _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+}
+ANYSHARD_INLINE void store_wide(uint64_t* p, Wide a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+}
+ANYSHARD_INLINE uint64_t wide_sum(Wide a) {
+  uint64_t lanes[4];
+  store_wide(lanes, a);
+  return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+}
+
 // Masks are all ones or all zeros in each lane.
 ANYSHARD_INLINE IntVec less(Vec a, Vec b) { return bits(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {

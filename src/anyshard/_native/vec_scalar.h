@@ -121,6 +121,28 @@ ANYSHARD_INLINE IntVec multiply_high(IntVec a, IntVec b) {
   ANYSHARD_EACH(IntVec, wrap(static_cast<uint32_t>(product(a.lane[i], b.lane[i]) >> 32)));
 }
 
+// Four sums modulo 2^64. Products are of unsigned 32-bit lanes: 0, 2, 4, 6 or 1, 3, 5, 7.
+struct alignas(32) Wide {
+  uint64_t lane[4];
+};
+ANYSHARD_INLINE Wide wide_zero() { return Wide{{0, 0, 0, 0}}; }
+ANYSHARD_INLINE Wide add_wide(Wide a, Wide b) {
+  for (int i = 0; i < 4; ++i) a.lane[i] += b.lane[i];
+  return a;
+}
+ANYSHARD_INLINE Wide even_products(IntVec a, IntVec b) {
+  Wide result;
+  for (int i = 0; i < 4; ++i) result.lane[i] = product(a.lane[2 * i], b.lane[2 * i]);
+  return result;
+}
+ANYSHARD_INLINE Wide odd_products(IntVec a, IntVec b) {
+  Wide result;
+  for (int i = 0; i < 4; ++i) result.lane[i] = product(a.lane[2 * i + 1], b.lane[2 * i + 1]);
+  return result;
+}
+ANYSHARD_INLINE void store_wide(uint64_t* p, Wide a) { __builtin_memcpy(p, a.lane, 32); }
+ANYSHARD_INLINE uint64_t wide_sum(Wide a) { return a.lane[0] + a.lane[1] + a.lane[2] + a.lane[3]; }
+
 // Masks are all ones or all zeros in each lane.
 ANYSHARD_INLINE IntVec less(Vec a, Vec b) { ANYSHARD_EACH(IntVec, -(a.lane[i] < b.lane[i])); }
 ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {

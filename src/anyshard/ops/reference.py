@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anyshard.ops.coefficients import KV_BLOCK, NORM_LANES, SCORE_LIMIT, STRIPES
+from anyshard.ops.digest import Digest, DigestKv, digest_panels
 from anyshard.ops.exact import (
     EMPTY_MAX,
     F32,
@@ -34,6 +35,8 @@ from anyshard.ops.storage import Panels, unpack
 
 __all__ = [
     "Attention",
+    "Digest",
+    "DigestKv",
     "Embed",
     "GateUp",
     "Head",
@@ -42,6 +45,7 @@ __all__ = [
     "Reduce",
     "RowLinear",
     "argmax",
+    "digest_panels",
     "exp_into",
     "gumbel_argmax",
     "rms_norm",
