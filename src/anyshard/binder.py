@@ -16,9 +16,10 @@ from anyshard.checkpoint.image import WeightImage
 from anyshard.comm.base import Comm
 from anyshard.config import ModelConfig
 from anyshard.kv import KvCache
-from anyshard.model import Op, Program, Weight
+from anyshard.model import DigestPoint, Op, Program, Weight
 from anyshard.ops import Kernels
 from anyshard.ops.coefficients import LOG2_E
+from anyshard.ops.digest import U64
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.storage import Panels, panel_cut
 
@@ -29,6 +30,7 @@ class Workspace(Protocol):
     """What a rank holds for binding: its program and model, and every buffer of the token loop.
 
     x residual, q queries, a attention output, f ffn, shard its logits; the row table beside them.
+    digests [R, columns of the program] and their keys: empty unless the run is recorded.
     """
 
     config: ModelConfig
@@ -50,6 +52,8 @@ class Workspace(Protocol):
     row_fault: I32
     sample_rows: I32
     page_table: I32
+    digests: U64
+    digest_keys: I32
 
 
 class FaultCode:
@@ -260,3 +264,58 @@ class Binder:
             FaultCode.head(w.config.num_layers),
         ).run
         return run
+
+    def _digest(self, op: Op) -> Callable[[int], None]:
+        """One call over what the ops before it have written; two where K and V are among them."""
+        w, here, dim = self.w, self.w.program, self.w.config.head_dim
+        places: dict[DigestPoint, tuple[F32, int]] = {
+            "embed": (w.x_RD, 0),
+            "q": (w.q_RN, here.heads[0] * dim),
+            "attention": (w.a_RN, here.heads[0] * dim),
+            "reduce_o": (w.x_RD, 0),
+            "ffn": (w.f_RF, here.ffn[0]),
+            "reduce_down": (w.x_RD, 0),
+            "logits": (w.shard_RV, here.vocab[0]),
+        }
+        points = [point for point in op.points if point in places]
+        run: Callable[[int], None] = self.module.Digest(
+            self.pool,
+            [places[point][0] for point in points],
+            [places[point][1] for point in points],
+            [here.digest_column(op.layer, point) for point in points],
+            w.digest_keys,
+            w.digests,
+        ).run
+        if "k" not in op.points:
+            return run
+        run_kv = self._digest_kv(op)
+
+        def run_both(rows: int) -> None:
+            run(rows)
+            run_kv(rows)
+
+        return run_both
+
+    def _digest_kv(self, op: Op) -> Callable[[int], None]:
+        w, here = self.w, self.w.program
+        start, stop = here.owned_kv_heads
+        run: Callable[[int], None] = self.module.DigestKv(
+            self.pool,
+            w.kv.keys(op.layer),
+            w.kv.values(op.layer),
+            w.page_table,
+            w.row_slot,
+            w.positions,
+            start - here.kv_heads[0],
+            stop - here.kv_heads[0],
+            start * w.config.head_dim,
+            here.digest_column(op.layer, "k"),
+            w.digest_keys,
+            w.digests,
+        ).run
+        return run
+
+    _digest_embed = _digest
+    _digest_attention = _digest
+    _digest_mlp = _digest
+    _digest_logits = _digest

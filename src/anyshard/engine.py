@@ -22,6 +22,8 @@ from anyshard.comm.base import CommKind
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, Result
 from anyshard.config import ModelConfig, Profile
 from anyshard.errors import PromptTooLong
+from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
+from anyshard.fidelity.weights import weights_sha256
 from anyshard.launcher import EpochSizes, Progress, RankGroup, Start
 from anyshard.layout import Layout
 from anyshard.ledger import StepShape
@@ -47,6 +49,7 @@ __all__ = [
     "EpochPlan",
     "Event",
     "FinishReason",
+    "LoadReport",
     "f32_profile",
     "loader",
     "plan_epoch",
@@ -61,19 +64,42 @@ def f32_profile() -> Profile:
     return Profile(constants_sha256=constants_sha256())
 
 
+class LoadReport(msgspec.Struct, frozen=True):
+    """What the launcher has to say of a load: a sentence for the user, or "", and the hash of the
+    weights (`fidelity/weights.py`), hex, "" if it was not asked for."""
+
+    note: str = ""
+    weights_sha256: str = ""
+
+    def encoded(self) -> bytes:
+        """As a payload."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def of(cls, payload: bytes) -> LoadReport:
+        """From a payload."""
+        return msgspec.msgpack.decode(payload, type=cls)
+
+
 def loader(
-    checkpoint: Checkpoint, *, threads: int, cache: ImageCache | None = None
+    checkpoint: Checkpoint,
+    *,
+    threads: int,
+    cache: ImageCache | None = None,
+    record: bool = False,
 ) -> Callable[[Progress], tuple[object, bytes]]:
     """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
 
-    An image in `cache` is read instead, where one is. The payload is a sentence for the user, in
-    UTF-8, or empty.
+    An image in `cache` is read instead, where one is. `record`: also hash the weights. The payload
+    is a LoadReport.
     """
 
     def load(progress: Progress) -> tuple[object, bytes]:
         set_control_word()
         image, note = load_image(checkpoint, threads=threads, cache=cache, progress=progress)
-        return Served(checkpoint.config, f32_profile(), image), note.encode("utf-8", "replace")
+        sha256 = weights_sha256(image, threads=threads) if record else ""
+        report = LoadReport(note.encode("utf-8", "replace").decode(), sha256)
+        return Served(checkpoint.config, f32_profile(), image), report.encoded()
 
     return load
 
@@ -83,7 +109,8 @@ class EngineOptions:
     """How to run, none of which changes a bit: bodies, wires, threads, chunk, sizes.
 
     threads None: cores divided by local ranks. deadline_s bounds every wait for a rank.
-    prompt_logits: most that the requests in flight ask for together.
+    prompt_logits: most that the requests in flight ask for together. record: keep digests of what
+    every op writes, for `Engine.digests`.
     """
 
     kernels: KernelChoice = "auto"
@@ -96,6 +123,7 @@ class EngineOptions:
     prompt_logits: int = 0
     page_order: tuple[int, ...] | None = None
     poison: bool = False
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +192,7 @@ def plan_epoch(
         max_model_len=options.max_model_len,
         profile_sha256=profile.sha256(),
         poison=options.poison,
+        record=options.record,
     )
     sizes = EpochSizes(
         wires=wire_sizes(config, ranks, max(each.exchange_nodes for each in programs)),
@@ -173,6 +202,7 @@ def plan_epoch(
             note_bytes=64 + 192 * slots,
             logit_rows=sampled,
             vocab=config.vocab,
+            digest_columns=max(each.digest_columns for each in programs) if options.record else 0,
         ),
         spin_us=SPIN_US if spin else 0,
     )
@@ -226,6 +256,7 @@ class Engine:
         )
         self._next_id = 0
         self._cancelled: set[int] = set()
+        self._log = DigestLog(self.programs) if options.record else None
         self.control: FrontControl = group.start(
             Start(
                 epoch=epoch,
@@ -251,12 +282,24 @@ class Engine:
         assert sum(r.prompt_logits for r in (request, *others)) <= self.options.prompt_logits
         request_id = self._next_id
         self._next_id += 1
+        if self._log is not None:
+            assert request.session is None, "what a session has stored would not be recorded"
+            length = len(request.prompt) + request.max_tokens
+            self._log.open(request_id, positions=length - 1, emitted=request.max_tokens)
         self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """End a request before its next token; no further event of it comes."""
         self._cancelled.add(request_id)
+
+    def digests(self, request_id: int, *, emitted: int) -> RunDigests:
+        """What was recorded of a request that has ended after `emitted` tokens; ask once.
+
+        A step that failed is left out. Needs `EngineOptions.record`.
+        """
+        assert self._log is not None
+        return self._log.take(request_id, emitted=emitted)
 
     def end_session(self, session: int) -> None:
         """Free the slot and pages that the ended requests of a session left stored."""
@@ -298,8 +341,26 @@ class Engine:
         result = self.control.wait_result(
             sequence, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
+        if self._log is not None:
+            self._log.add(
+                self._recorded(tick, result), self.control.wait_digests(sequence, len(tick.rows))
+            )
         self._account(tick, time.monotonic() - start)
         return result
+
+    def _recorded(self, tick: Tick, result: Result) -> list[RecordedRow]:
+        """The rows of a tick as the log wants them."""
+        by_slot = {s.slot: s for s in self.batch.running}
+        failed = {row.slot for row, fault in zip(tick.rows, result.faults, strict=True) if fault}
+        return [
+            RecordedRow(
+                by_slot[row.slot].request_id,
+                row.position,
+                by_slot[row.slot].emitted if row.sample else None,
+                is_kept=row.slot not in failed,
+            )
+            for row in tick.rows
+        ]
 
     def _frame(self, tick: Tick) -> tuple[np.ndarray, np.ndarray, bytes]:
         requests = {s.slot: s.request for s in self.batch.running}

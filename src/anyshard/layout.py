@@ -190,6 +190,14 @@ class Layout:
             return (start // q_per_kv, start // q_per_kv)
         return (start // q_per_kv, -(-stop // q_per_kv))
 
+    def owned_kv_heads(self, tp_index: int, q_per_kv: int) -> Span:
+        """Those of them that no lower TP index holds: each KV head has one owner.
+
+        Held by: test_digest.py::test_every_kv_head_has_one_owner.
+        """
+        start, stop = self.heads[tp_index]
+        return (-(-start // q_per_kv), -(-stop // q_per_kv))
+
     def describe(self) -> str:
         """`tp 2 pp 3`, for people."""
         return f"tp {self.tp} pp {self.pp}"

@@ -18,9 +18,33 @@ from anyshard.config import ModelConfig, Profile
 from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
 from anyshard.ops.storage import Storage, stored_bytes
 
-__all__ = ["FLOAT_BYTES", "Op", "OpKind", "Program", "Sum", "Weight", "program"]
+__all__ = [
+    "FLOAT_BYTES",
+    "LAYER_POINTS",
+    "DigestPoint",
+    "Op",
+    "OpKind",
+    "Program",
+    "Sum",
+    "Weight",
+    "program",
+]
 
 FLOAT_BYTES = 4
+
+DigestPoint = Literal[
+    "embed", "q", "k", "v", "attention", "reduce_o", "ffn", "reduce_down", "logits"
+]
+#: What is hashed of every token in every layer, in the order in which a step writes it.
+LAYER_POINTS: tuple[DigestPoint, ...] = (
+    "q",
+    "k",
+    "v",
+    "attention",
+    "reduce_o",
+    "ffn",
+    "reduce_down",
+)
 
 OpKind = Literal[
     "embed",
@@ -37,7 +61,19 @@ OpKind = Literal[
     "send",
     "head",
     "gather_logits",
+    "digest_embed",
+    "digest_attention",
+    "digest_mlp",
+    "digest_logits",
 ]
+
+
+DIGESTED: dict[OpKind, tuple[DigestPoint, ...]] = {
+    "digest_embed": ("embed",),
+    "digest_attention": ("q", "k", "v", "attention", "reduce_o"),
+    "digest_mlp": ("ffn", "reduce_down"),
+    "digest_logits": ("logits",),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +111,8 @@ class Op:
 
     outputs: floats a row writes. flop, kv_floats: per row; an attention row adds them for
     every key it sees. wire_floats: what a row (for logits: a sampled row) puts on the wire, per
-    receiver, padding included. A name is `layers.3.o_proj`, or `head`.
+    receiver, padding included. points: what a digest op hashes here, outputs of the ops before it.
+    A name is `layers.3.o_proj`, or `head`.
     """
 
     kind: OpKind
@@ -88,7 +125,7 @@ class Op:
     kv_floats_per_key: int = 0
     wire_floats: int = 0
     receivers: int = 0
-    digest_point: str | None = None
+    points: tuple[DigestPoint, ...] = ()
 
     @property
     def name(self) -> str:
@@ -132,6 +169,11 @@ class Program:
         return self.layout.kv_heads(self.tp_index, self.config.q_per_kv)
 
     @property
+    def owned_kv_heads(self) -> Span:
+        """KV heads here that no rank before this one holds."""
+        return self.layout.owned_kv_heads(self.tp_index, self.config.q_per_kv)
+
+    @property
     def ffn(self) -> Span:
         """Ffn columns here."""
         return self.layout.ffn[self.tp_index]
@@ -154,6 +196,17 @@ class Program:
         )
 
     @property
+    def digest_columns(self) -> int:
+        """Digests of a row here: embed, those of each layer here, logits. Not ours are 0."""
+        return len(LAYER_POINTS) * (self.layers[1] - self.layers[0]) + 2
+
+    def digest_column(self, layer: int, point: DigestPoint) -> int:
+        """Where the digest of a point stands in a row."""
+        if point in ("embed", "logits"):
+            return 0 if point == "embed" else self.digest_columns - 1
+        return 1 + len(LAYER_POINTS) * (layer - self.layers[0]) + LAYER_POINTS.index(point)
+
+    @property
     def weight_bytes(self) -> int:
         """Weight bytes of this rank's share (embedding rows are looked up in the image)."""
         seen = {weight for op in self.ops if op.kind != "embed" for weight in op.weights}
@@ -167,11 +220,12 @@ def program(
     rank: int,
     *,
     storage: Mapping[str, Storage] | None = None,
+    record: bool = False,
 ) -> Program:
     """The ops of one rank for one step of any number of rows.
 
     `storage`: how the image holds tensors, by name; float32 where it says nothing. It decides
-    byte counts only.
+    byte counts only. `record` adds ops that hash what the others write; it changes none of them.
 
     Held by: test_model.py (every weight element is owned once per stage; layouts tile).
     """
@@ -179,10 +233,14 @@ def program(
     builder = _Builder(config, profile, layout, tp_index, storage or {})
     first, last = stage == 0, stage == layout.pp - 1
     ops: list[Op] = [builder.embed() if first else builder.hop("receive")]
+    if record and first:
+        ops += builder.digest("digest_embed", -1)
     for layer in range(*layout.layers[stage]):
         ops += builder.attention_block(layer)
+        ops += builder.digest("digest_attention", layer) if record else []
         ops += builder.mlp_block(layer)
-    ops += builder.head() if last else [builder.hop("send")]
+        ops += builder.digest("digest_mlp", layer) if record else []
+    ops += builder.head(record=record) if last else [builder.hop("send")]
     return Program(config=config, profile=profile, layout=layout, rank=rank, ops=tuple(ops))
 
 
@@ -203,6 +261,7 @@ class _Builder:
         self.tp_index = tp_index
         self.heads = layout.heads[tp_index]
         self.kv_heads = layout.kv_heads(tp_index, config.q_per_kv)
+        self.owned_kv = layout.owned_kv_heads(tp_index, config.q_per_kv)
         self.ffn = layout.ffn[tp_index]
         self.vocab = layout.vocab[tp_index]
         self.hidden_tree = hidden_tree(config, profile.leaf)
@@ -265,7 +324,6 @@ class _Builder:
                     ),
                     sum=self.whole_hidden,
                     flop=2 * config.hidden * outputs,
-                    digest_point="qkv",
                 )
             )
             ops.append(
@@ -275,7 +333,6 @@ class _Builder:
                     outputs=num_heads * d,
                     flop_per_key=4 * num_heads * d,
                     kv_floats_per_key=2 * num_kv_heads * d,
-                    digest_point="attention",
                 )
             )
         ops += self._row_parallel(
@@ -306,7 +363,6 @@ class _Builder:
                     ),
                     sum=self.whole_hidden,
                     flop=4 * config.hidden * columns,
-                    digest_point="ffn",
                 )
             )
         ops += self._row_parallel(
@@ -368,12 +424,27 @@ class _Builder:
                 weights=(Weight(f"layers.{layer}.{weight}_bias", hidden),) if bias else (),
                 sum=Sum(merges=merges, nodes_per_rank=nodes_per_rank),
                 flop=sum(merges) * width + width,
-                digest_point=reduce,
             )
         )
         return ops
 
-    def head(self) -> list[Op]:
+    def digest(self, kind: OpKind, layer: int) -> list[Op]:
+        """What this rank hashes there; of what several ranks hold, the first of them does it."""
+        mine: dict[DigestPoint, bool] = {
+            "embed": self.tp_index == 0,
+            "q": self.heads[1] > self.heads[0],
+            "k": self.owned_kv[1] > self.owned_kv[0],
+            "v": self.owned_kv[1] > self.owned_kv[0],
+            "attention": self.heads[1] > self.heads[0],
+            "reduce_o": self.tp_index == 0,
+            "ffn": self.ffn[1] > self.ffn[0],
+            "reduce_down": self.tp_index == 0,
+            "logits": self.vocab[1] > self.vocab[0],
+        }
+        points = tuple(point for point in DIGESTED[kind] if mine[point])
+        return [Op(kind=kind, layer=layer, points=points)] if points else []
+
+    def head(self, *, record: bool) -> list[Op]:
         config = self.config
         columns = (0, config.hidden)
         table = "embed" if config.tied else "head"
@@ -388,9 +459,10 @@ class _Builder:
                     weights=(Weight("norm", columns), self._weight(table, self.vocab, columns)),
                     sum=self.whole_hidden,
                     flop=2 * config.hidden * rows,
-                    digest_point="logits",
                 )
             )
+        if record:
+            ops += self.digest("digest_logits", -1)
         if self.layout.tp > 1:
             ops.append(
                 Op(

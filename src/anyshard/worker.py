@@ -23,6 +23,7 @@ from anyshard.layout import Layout
 from anyshard.model import Op, Program, program
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.control_word import set_control_word
+from anyshard.ops.digest import digest_keys
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
@@ -43,6 +44,8 @@ ROW_SAMPLE = 1  # flag bits of a frame's row: a token is wanted after it,
 ROW_LOGITS = 2  # and the logits too;
 ROW_WHOLE = 4  # the sampler needs the whole row of logits, not just each rank's best
 
+HEAD = ("head", "digest_logits")  # ops over the rows that are sampled
+
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens."""
@@ -62,6 +65,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     profile_sha256: str
     poison: bool = False
+    record: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -145,13 +149,18 @@ class Worker:
         self._allocate(served.profile)
         binder = self.binder_type(self)
         self.body = [binder.bind(op) for op in self.program.ops if not _is_head(op)]
-        self.head = [binder.bind(op) for op in self.program.ops if op.kind == "head"]
+        self.head = [binder.bind(op) for op in self.program.ops if op.kind in HEAD]
         control.status.set(weight_bytes=self.program.weight_bytes, kv_bytes=self.kv.bytes)
 
     def build_program(self, served: Served, rank: int) -> Program:
         """The ops of this rank."""
         return program(
-            served.config, served.profile, self.plan.layout, rank, storage=served.image.storage
+            served.config,
+            served.profile,
+            self.plan.layout,
+            rank,
+            storage=served.image.storage,
+            record=self.plan.record,
         )
 
     def _allocate(self, profile: Profile) -> None:
@@ -179,6 +188,9 @@ class Worker:
         self.cos, self.sin = rope_table(
             plan.max_model_len, config.head_dim, config.rope_theta, config.rope_scaling
         )
+        widest = max(config.hidden, config.num_heads * config.head_dim, config.ffn, config.vocab)
+        self.digest_keys = digest_keys(widest if plan.record else 0)
+        self.digests = np.zeros((rows, here.digest_columns if plan.record else 0), np.uint64)
         self.kv = KvCache(
             config,
             profile,
@@ -211,6 +223,8 @@ class Worker:
         if faults.any():
             status.fault(sequence=frame.sequence, code=int(faults[faults > 0].min()))
         status.report(self.comm.counters)
+        if self.plan.record:
+            self.control.post_digests(frame.sequence, self.digests[:rows])
         if self.is_sampler:
             self.control.post_result(frame.sequence, tokens, faults, logits)
 
@@ -300,7 +314,7 @@ class Worker:
 
 
 def _is_head(op: Op) -> bool:
-    return op.kind in ("head", "gather_logits")
+    return op.kind in (*HEAD, "gather_logits")
 
 
 def rank_main(seat: Seat, *, worker_type: type[Worker] = Worker) -> None:

@@ -182,6 +182,7 @@ class RankControl:
         ]
         self._note_at = pages_at + sizes.pages_max * PAGE.itemsize
         self._results = [_ResultSlot(region, slot) for slot in range(sizes.frame_slots)]
+        self._digests = [region.digests(slot, rank) for slot in range(sizes.frame_slots)]
 
     def next_frame(self, deadline_s: float | None = None) -> Frame | None:
         """Wait for the next frame and copy it out; None when the front says stop.
@@ -254,6 +255,13 @@ class RankControl:
         self._results[sequence % self._sizes.frame_slots].write(sequence, tokens, faults, logits)
         self._signals.publish(CHANNEL_RESULT, sequence % WRAP, (self._region.front,))
 
+    def post_digests(self, sequence: int, digests: NDArray[np.uint64]) -> None:
+        """Leave uint64[n, c], c <= digest_columns, for the front; before the next frame is asked
+        for, which is what tells the front that they are there."""
+        rows, columns = digests.shape
+        slot = self._digests[sequence % self._sizes.frame_slots]
+        slot[:rows, :columns] = digests
+
 
 class _ResultSlot:
     def __init__(self, region: EpochRegion, slot: int) -> None:
@@ -323,6 +331,10 @@ class FrontControl:
         self._read = 0
         self._ready = False
         self._result_slots = [_ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
+        self._digests = [
+            [region.digests(slot, rank) for rank in self._ranks]
+            for slot in range(self._sizes.frame_slots)
+        ]
 
     def wait_ready(self, *, deadline_s: float = STARTUP_S) -> None:
         """Until every rank has asked for its first frame; `send_frame` does it if you do not.
@@ -415,6 +427,16 @@ class FrontControl:
         self._wait(self._results, sampler, sequence, "a result", deadline_s, poll)
         self._read = sequence
         return self._result_slots[sequence % self._sizes.frame_slots].read(sequence)
+
+    def wait_digests(self, sequence: int, rows: int) -> list[NDArray[np.uint64]]:
+        """What every rank has left for frame `sequence`: uint64[rows, digest_columns] by rank,
+        views that hold until the frame after the next is sent.
+
+        Raises: PeerLost, by the rule of `wait_result`.
+        """
+        self._wait_askers(sequence + 1, "the digests of all ranks")
+        slot = self._digests[sequence % self._sizes.frame_slots]
+        return [digests[:rows] for digests in slot]
 
     def _wait_askers(self, sequence: int, what: str, deadline_s: float | None = None) -> None:
         self._wait(self._askers, self._ranks, sequence, what, deadline_s)

@@ -4,7 +4,8 @@
 talking. The mapping is a memfd (or private memory for thread ranks): it has no name and
 vanishes with the last process, whatever kills it. Pages that nobody touches cost nothing.
 
-    words | status[world] | frames[slots] | results[slots] | exchanges[pp] | hops[pp - 1][tp]
+    words | status[world] | frames[slots] | results[slots] | digests[slots][world]
+    | exchanges[pp] | hops[pp - 1][tp]
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     `rows_max` rows and `pages_max` page updates a frame; `note_bytes` of opaque bytes travel
     along; `logit_rows` rows of `vocab` floats a result; at most `frame_slots` frames in flight.
+    `digest_columns`: uint64 that each rank has to say about each row, 0 for none.
     """
 
     rows_max: int
@@ -124,6 +126,7 @@ class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
     logit_rows: int = 0
     vocab: int = 0
     frame_slots: int = 2
+    digest_columns: int = 0
 
 
 class EpochSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +168,8 @@ class RegionLayout:
     frame_bytes: int
     result_offset: int
     result_bytes: int
+    digest_offset: int
+    digest_bytes: int
     exchange_offsets: tuple[int, ...]
     stage_offset: int
     stage_bytes: int
@@ -195,7 +200,10 @@ class RegionLayout:
             _HEADER_BYTES + control.rows_max * 8 + control.logit_rows * control.vocab * 4,
             LINE_BYTES,
         )
-        stage_offset = _up(result_offset + control.frame_slots * result_bytes, _PAGE_BYTES)
+        digest_offset = _up(result_offset + control.frame_slots * result_bytes, _PAGE_BYTES)
+        digest_bytes = _up(control.rows_max * control.digest_columns * 8, LINE_BYTES)
+        all_digests = control.frame_slots * wires.world * digest_bytes
+        stage_offset = _up(digest_offset + all_digests, _PAGE_BYTES)
         offset = 0
         exchange_offsets = []
         for spec in wires.exchanges:
@@ -212,6 +220,8 @@ class RegionLayout:
             frame_bytes=frame_bytes,
             result_offset=result_offset,
             result_bytes=result_bytes,
+            digest_offset=digest_offset,
+            digest_bytes=digest_bytes,
             exchange_offsets=tuple(exchange_offsets),
             stage_offset=stage_offset,
             stage_bytes=stage_bytes,
@@ -322,6 +332,14 @@ class EpochRegion:
     def status(self, rank: int) -> NDArray[Any]:
         """STATUS[1] of one rank."""
         return self.array(STATUS, 1, self.layout.status_offset + rank * STATUS.itemsize)
+
+    def digests(self, slot: int, rank: int) -> NDArray[np.uint64]:
+        """uint64[rows_max, digest_columns] that a rank fills for the frame in a slot."""
+        control, layout = self.sizes.control, self.layout
+        at = layout.digest_offset
+        at += (slot * self.sizes.wires.world + rank) * layout.digest_bytes
+        flat = self.array(np.uint64, control.rows_max * control.digest_columns, at)
+        return flat.reshape(control.rows_max, control.digest_columns)
 
     def exchange_buffers(self, stage: int, index: int) -> list[list[Buffer]]:
         """buffers[parity][tp_rank], with f32[capacity], of exchange `index` in `stage`."""

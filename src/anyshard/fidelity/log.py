@@ -1,0 +1,96 @@
+"""The front's half of recording: sums the digests of all ranks, and keeps them by request.
+
+Each rank hashes its own part of an output; parts add up modulo 2^64 (docs/numerics.md, Digests).
+Memory for a request is taken when it is submitted. Knows nothing of files or models.
+
+Shapes: P positions that ran, L layers of the model, E tokens emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from anyshard.model import LAYER_POINTS, Program
+from anyshard.ops.digest import U64
+
+__all__ = ["DigestLog", "RecordedRow", "RunDigests"]
+
+
+@dataclass(frozen=True)
+class RunDigests:
+    """Digests of one request: embed [P], layers [P, L, points of a layer], logits [E].
+
+    Position p holds token p of prompt and answer; the last emitted token never runs. logits[i] are
+    those that emitted token i was drawn from. Points: `model.LAYER_POINTS`.
+    """
+
+    embed: U64
+    layers: U64
+    logits: U64
+
+
+@dataclass(frozen=True)
+class RecordedRow:
+    """A row of a step: whose it is, its position, which token its logits gave (None: it was not
+    sampled), and whether to keep it: what failed is not."""
+
+    request_id: int
+    position: int
+    emitted: int | None
+    is_kept: bool = True
+
+
+class DigestLog:
+    """Digests of all requests of an engine, as they come.
+
+    `programs`: of all ranks, in rank order. Held by: test_record.py.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._programs = programs
+        self._num_layers = programs[0].config.num_layers
+        self._runs: dict[int, RunDigests] = {}
+        self._num_positions: dict[int, int] = {}
+
+    def open(self, request_id: int, *, positions: int, emitted: int) -> None:
+        """Make room for a request: the most positions that it can run, and tokens it can emit."""
+        self._runs[request_id] = RunDigests(
+            np.zeros(positions, np.uint64),
+            np.zeros((positions, self._num_layers, len(LAYER_POINTS)), np.uint64),
+            np.zeros(emitted, np.uint64),
+        )
+        self._num_positions[request_id] = 0
+
+    def add(self, rows: Sequence[RecordedRow], parts: Sequence[U64]) -> None:
+        """Take a step. parts: of each rank uint64[rows, columns of its program], whose last column
+        holds in row i the logits of the i-th sampled row."""
+        embed, layers, logits = self._whole(len(rows), parts)
+        sampled = 0
+        for row, at in enumerate(rows):
+            run = self._runs[at.request_id]
+            if at.is_kept:
+                run.embed[at.position] = embed[row]
+                run.layers[at.position] = layers[row]
+                self._num_positions[at.request_id] = at.position + 1
+            if at.emitted is not None:
+                run.logits[at.emitted] = logits[sampled]
+                sampled += 1
+
+    def _whole(self, rows: int, parts: Sequence[U64]) -> tuple[U64, U64, U64]:
+        embed, logits = np.zeros(rows, np.uint64), np.zeros(rows, np.uint64)
+        layers = np.zeros((rows, self._num_layers, len(LAYER_POINTS)), np.uint64)
+        for program, part in zip(self._programs, parts, strict=True):
+            start, stop = program.layers
+            mine = part[:, : program.digest_columns]
+            embed += mine[:, 0]
+            layers[:, start:stop] += mine[:, 1:-1].reshape(rows, stop - start, len(LAYER_POINTS))
+            logits += mine[:, -1]
+        return embed, layers, logits
+
+    def take(self, request_id: int, *, emitted: int) -> RunDigests:
+        """What was recorded of a request that emitted so many tokens; it is forgotten here."""
+        run, positions = self._runs.pop(request_id), self._num_positions.pop(request_id)
+        return RunDigests(run.embed[:positions], run.layers[:positions], run.logits[:emitted])

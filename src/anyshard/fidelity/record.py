@@ -1,0 +1,253 @@
+"""A run on file: a manifest to cite, and a digest of every (position, layer, point).
+
+    magic | version | manifest bytes | manifest (JSON) | arrays | sha256 of all before it
+
+Integers are little-endian. The manifest says how many positions, layers and tokens there are, and
+so how long every array is, which is checked against the file before any is read. Layout, machine
+and date are in it to be cited; `compare.py` says which fields two comparable runs share.
+
+Shapes: P positions that ran, L layers, T prompt tokens, E tokens emitted. P <= T + E - 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from anyshard.errors import UserError
+from anyshard.fidelity.log import RunDigests
+from anyshard.model import LAYER_POINTS
+from anyshard.ops.digest import U64
+from anyshard.request import Sampling
+
+__all__ = [
+    "RECORD_VERSION",
+    "Manifest",
+    "Record",
+    "RecordError",
+    "read_record",
+    "tokens_sha256",
+    "write_record",
+]
+
+I32 = npt.NDArray[np.int32]
+
+MAGIC: Final = b"ANYSHARD"
+RECORD_VERSION: Final = 1
+_HEADER: Final = struct.Struct("<8sII")  # magic, version, bytes of the manifest
+_SHA_BYTES: Final = 32
+_MANIFEST_BYTES: Final = 1 << 20
+_MOST: Final = 1 << 28  # of anything that is counted
+
+
+class RecordError(UserError):
+    """A file is no record, is damaged, or is of a version that cannot be read."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a record says of its run.
+
+    weights_sha256: of values, not of a file (`fidelity/weights.py`). model: its configuration.
+    tokens_sha256: of the prompt's token ids, int32 little-endian. layout, machine: to be cited.
+    finish: why it ended; after a fault the step that failed is not recorded.
+    """
+
+    anyshard: str
+    date: str
+    weights_sha256: str
+    model: dict[str, Any]
+    profile: str
+    profile_sha256: str
+    tokens_sha256: str
+    sampling: Sampling
+    max_tokens: int
+    finish: str
+    fault: str | None
+    logits_sha256: str
+    layout: dict[str, Any]
+    machine: dict[str, Any]
+    positions: int
+    layers: int
+    prompt_tokens: int
+    emitted_tokens: int
+    points: tuple[str, ...] = LAYER_POINTS
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run: manifest, prompt int32 [T], tokens int32 [E], and its digests."""
+
+    manifest: Manifest
+    prompt: I32
+    tokens: I32
+    digests: RunDigests
+
+
+def _sizes(manifest: Manifest) -> list[tuple[str, tuple[int, ...]]]:
+    """Element type and shape of every array, in file order."""
+    positions, tokens = manifest.positions, manifest.emitted_tokens
+    return [
+        ("<i4", (manifest.prompt_tokens,)),
+        ("<i4", (tokens,)),
+        ("<u8", (positions,)),
+        ("<u8", (positions, manifest.layers, len(manifest.points))),
+        ("<u8", (tokens,)),
+    ]
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write all of it or nothing: a file beside it is renamed once it is on the disk.
+
+    Raises: RecordError if the system refuses, with its reason.
+    """
+    manifest = msgspec.json.encode(record.manifest)
+    assert len(manifest) <= _MANIFEST_BYTES
+    arrays: tuple[npt.NDArray[Any], ...] = (
+        record.prompt,
+        record.tokens,
+        record.digests.embed,
+        record.digests.layers,
+        record.digests.logits,
+    )
+    parts = [_HEADER.pack(MAGIC, RECORD_VERSION, len(manifest)), manifest]
+    for (dtype, shape), array in zip(_sizes(record.manifest), arrays, strict=True):
+        assert array.shape == shape, f"{array.shape} is not {shape}"
+        parts.append(np.ascontiguousarray(array, dtype).tobytes())
+    whole = b"".join(parts)
+    try:
+        _replace(path, whole + hashlib.sha256(whole).digest())
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        os.rename(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_record(path: Path) -> Record:
+    """Read and check a record.
+
+    Raises: RecordError in one sentence: not there, no record, newer, cut short, damaged.
+    Held by: test_record.py.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise RecordError(f"{path}: is not a file")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            manifest, header = _head(path, file.read(_HEADER.size + _MANIFEST_BYTES))
+            expected = header + _array_bytes(manifest) + _SHA_BYTES
+            if size != expected:
+                found = "cut short" if size < expected else "damaged: bytes are left over"
+                raise RecordError(
+                    f"{path}: needs {expected} bytes by its manifest, but the file has {size}; it "
+                    f"is {found}"
+                )
+            file.seek(0)
+            content = file.read(expected)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
+    if hashlib.sha256(content[:-_SHA_BYTES]).digest() != content[-_SHA_BYTES:]:
+        raise RecordError(f"{path}: its sha256 does not hold; the file is damaged")
+    return _arrays(path, manifest, content, header)
+
+
+def _head(path: Path, begin: bytes) -> tuple[Manifest, int]:
+    """The manifest and the bytes before the arrays."""
+    if len(begin) < _HEADER.size or not begin.startswith(MAGIC):
+        raise RecordError(f"{path}: is no record; generate --record FILE writes one")
+    _, version, num_bytes = _HEADER.unpack_from(begin)
+    if version != RECORD_VERSION:
+        newer = "; a newer anyshard wrote it" if version > RECORD_VERSION else ""
+        raise RecordError(
+            f"{path}: is a record of version {version}, and {RECORD_VERSION} can be read{newer}"
+        )
+    text = begin[_HEADER.size : _HEADER.size + num_bytes]
+    if len(text) < num_bytes:
+        raise RecordError(
+            f"{path}: its manifest needs {num_bytes} bytes, but {len(text)} are there; it is cut "
+            "short or damaged"
+        )
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, UserError, RecursionError):
+        raise RecordError(f"{path}: its manifest cannot be read; the file is damaged") from None
+    _check(path, manifest)
+    return manifest, _HEADER.size + num_bytes
+
+
+def _check(path: Path, manifest: Manifest) -> None:
+    counts = {
+        "positions": manifest.positions,
+        "layers": manifest.layers,
+        "prompt_tokens": manifest.prompt_tokens,
+        "emitted_tokens": manifest.emitted_tokens,
+    }
+    for name, count in counts.items():
+        if not 0 <= count <= _MOST:
+            raise RecordError(f"{path}: {name} is {count}; the file is damaged")
+    if manifest.points != LAYER_POINTS:
+        raise RecordError(f"{path}: its digest points are not those of this version")
+    if manifest.positions > manifest.prompt_tokens + manifest.emitted_tokens:
+        raise RecordError(f"{path}: has more positions than tokens; the file is damaged")
+
+
+def _array_bytes(manifest: Manifest) -> int:
+    total = 0
+    for dtype, shape in _sizes(manifest):
+        count = np.dtype(dtype).itemsize
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+def _arrays(path: Path, manifest: Manifest, content: bytes, at: int) -> Record:
+    found: list[npt.NDArray[Any]] = []
+    for dtype, shape in _sizes(manifest):
+        count = 1
+        for size in shape:
+            count *= size
+        found.append(np.frombuffer(content, dtype, count, at).reshape(shape))
+        at += found[-1].nbytes
+    prompt, tokens, embed, layers, logits = found
+    if tokens_sha256(prompt) != manifest.tokens_sha256:
+        raise RecordError(f"{path}: its prompt has another hash than its manifest says")
+    digests = RunDigests(_words(embed), _words(layers), _words(logits))
+    return Record(manifest, prompt.astype(np.int32), tokens.astype(np.int32), digests)
+
+
+def _words(array: npt.NDArray[Any]) -> U64:
+    return array.astype(np.uint64)
+
+
+def tokens_sha256(tokens: npt.NDArray[Any]) -> str:
+    """sha256, hex, of token ids as int32 little-endian."""
+    return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()
