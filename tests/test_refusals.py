@@ -30,6 +30,7 @@ import pytest
 from gguf_files import write_tiny_gguf
 from gguf_models import write_gguf_model
 from models import ADVERSARIAL_9_3, write_hf_model
+from records import small_record
 from safetensors.numpy import load_file, save_file
 from test_checkpoint_gguf import HOSTILE as HOSTILE_GGUF
 from test_checkpoint_gguf import locked
@@ -40,9 +41,12 @@ from test_doctor import LLAMA_70B, sparse_model
 
 from anyshard.cli import app, main, running
 from anyshard.cli.variables import OTHER_NAMES, flag_variables
+from anyshard.fidelity import tokens_sha256, write_record
+from anyshard.request import Sampling
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "refusals.md"
-#: Makes the mistake in a folder; returns variables such as A=b, then the arguments after the verb.
+#: Makes the mistake in a folder; returns variables such as A=b, then the arguments after the verb:
+#: generate, unless they begin with another.
 Build = Callable[[Path], list[str]]
 FREE_BYTES = 250_000_000  # of memory, by a variable of that name
 
@@ -164,6 +168,33 @@ def renamed_part(folder: Path) -> list[str]:
     write_gguf_model(folder / "m.gguf", ADVERSARIAL_9_3, split_tensors=20)
     shutil.move(folder / "m-00001-of-00003.gguf", folder / "model.gguf")
     return [str(folder / "model.gguf"), "--prompt", "x"]
+
+
+def compared(spoil: Callable[[bytes], bytes] | None = None) -> Build:
+    """A sound record and one that is spoilt, or (None) is not there."""
+
+    def build(folder: Path) -> list[str]:
+        a, b = folder / "a.anyd", folder / "b.anyd"
+        write_record(small_record(), a)
+        if spoil is not None:
+            b.write_bytes(spoil(a.read_bytes()))
+        return ["compare", str(a), str(b)]
+
+    return build
+
+
+def compared_with(*, prompt: list[int] | None = None, **changes: Any) -> Build:
+    """A record and one of another run."""
+
+    def build(folder: Path) -> list[str]:
+        a, b = folder / "a.anyd", folder / "b.anyd"
+        write_record(small_record(), a)
+        ids = np.array(prompt or [5, 6, 7], np.int32)
+        other = small_record(tokens_sha256=tokens_sha256(ids), **changes)
+        write_record(replace(other, prompt=ids), b)
+        return ["compare", str(a), str(b)]
+
+    return build
 
 
 def plain(*arguments: str) -> Build:
@@ -330,6 +361,35 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         "an unknown value": (with_variable("ANYSHARD_KERNELS", "fast"), "fast"),
         "a value out of range": (with_variable("ANYSHARD_TP", "0"), "is 0"),
     },
+    "Records": {
+        "a folder that is not there": (
+            tiny_gguf("--prompt", "x", "--record", "absent/run.anyd"),
+            "the folder absent does not exist",
+        ),
+        "a folder in the place of a file": (
+            tiny_gguf("--prompt", "x", "--record", "."),
+            "is a folder; name a file in it",
+        ),
+        "no file of that name": (compared(), "b.anyd: cannot be read"),
+        "another format": (compared(lambda whole: b"{}"), "is no record"),
+        "a newer version": (
+            compared(lambda whole: whole[:8] + b"\2" + whole[9:]), "is a record of version 2"
+        ),
+        "cut short": (compared(lambda whole: whole[:-100]), "it is cut short"),
+        "a byte that is another": (
+            compared(lambda whole: whole[:-50] + b"\xff" + whole[-49:]), "the file is damaged"
+        ),
+        "other weights": (compared_with(weights_sha256="d" * 64), "other weights: sha256 aaa"),
+        "another model": (
+            compared_with(model={"num_layers": 2, "hidden": 96}), "hidden is 64 and 96"
+        ),
+        "another prompt": (compared_with(prompt=[5, 6, 8]), "other prompt tokens"),
+        "another profile": (compared_with(profile_sha256="e" * 64), "other profiles"),
+        "another seed": (
+            compared_with(sampling=Sampling(temperature=1, seed=7)),
+            "other sampling: temperature is 0.0 and 1.0; other sampling: seed is 0 and 7",
+        ),
+    },
 }  # fmt: skip
 
 
@@ -395,8 +455,15 @@ def noted(name: str, folder: Path) -> tuple[int, str, str]:
     return code, out, "".join(notes)
 
 
+def command(arguments: list[str]) -> list[str]:
+    """The whole command line: of generate, if no other verb is named."""
+    if arguments[:1] == ["compare"]:
+        return arguments
+    return ["generate", *arguments, "--comm", "threads"]
+
+
 def said(build: Build, folder: Path) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr with the folder as DIR) of `generate`."""
+    """(exit code, stdout, stderr with the folder as DIR) of the command."""
     out, err = StringIO(), StringIO()
     before = signal.getsignal(signal.SIGTERM)
     arguments = build(folder)
@@ -408,7 +475,7 @@ def said(build: Build, folder: Path) -> tuple[int, str, str]:
             if free is not None:
                 patch.setattr(running, "read_memory", lambda: (1 << 40, int(free)))
             with redirect_stdout(out), redirect_stderr(err):
-                code = main(["generate", *arguments, "--comm", "threads"])
+                code = main(command(arguments))
     finally:
         signal.signal(signal.SIGTERM, before)
     return code, out.getvalue(), err.getvalue().replace(str(folder), "DIR")

@@ -20,6 +20,7 @@ from cyclopts.exceptions import CycloptsError
 
 from anyshard import __version__
 from anyshard.cli.chat import chat
+from anyshard.cli.compare import compare
 from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
 from anyshard.cli.variables import PREFIX, check_variables
@@ -34,7 +35,7 @@ app = App(
     version=__version__,
     suppress_keyboard_interrupt=False,
 )
-VERBS = (generate, chat, verify, doctor)
+VERBS = (generate, chat, verify, compare, doctor)
 for verb in VERBS:
     app.command(verb)
 app.config = (partial(check_variables, app), Env(PREFIX, command=False))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
+from anyshard.cli.recording import Recorder
 from anyshard.cli.running import Loading, open_model, rank_group, start_engine
 from anyshard.cli.screen import Bar
 from anyshard.errors import OptionError, PromptTooLong
@@ -38,6 +39,7 @@ def generate(
     prompts: PromptFlags = PromptFlags(),
     sampling: SamplingFlags = SamplingFlags(),
     split: SplitFlags = SplitFlags(),
+    record: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Continue one or several prompts, on any split of the model, with the same bits.
@@ -47,10 +49,13 @@ def generate(
     model
         A .gguf file, a Hugging Face directory, or a Hub id (ORG/NAME, ORG/NAME:FILE.gguf);
         without it the demo model, SmolLM2-135M.
+    record
+        Write digests of every op of the run to this file, for anyshard compare; of several prompts
+        to RUN.1.anyd, RUN.2.anyd and so on for RUN.anyd.
     json_output
         Print one JSON object, with tokens, digest, layout, timings and bytes per rank.
     """
-    return _Generate(model, prompts, sampling, split, as_json=json_output).run()
+    return _Generate(model, prompts, sampling, split, record=record, as_json=json_output).run()
 
 
 @dataclass
@@ -73,6 +78,7 @@ class _Generate:
         sampling: SamplingFlags,
         split: SplitFlags,
         *,
+        record: str | None,
         as_json: bool,
     ) -> None:
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
@@ -82,6 +88,7 @@ class _Generate:
             )
         self.chat, self.texts = prompts.chat, prompts.read()
         self.sampling = sampling.sampling()
+        self.recorder = None if record is None else Recorder(record, len(self.texts))
         self.start_s = time.monotonic()
         self.ready_s = self.first_token_s = self.start_s
 
@@ -91,7 +98,7 @@ class _Generate:
         Raises: UserError, PeerLost.
         """
         opened = open_model(self.model, self.split, num_prompts=len(self.texts))
-        with rank_group(opened) as loading:
+        with rank_group(opened, record=self.recorder is not None) as loading:
             return self._with(loading)
 
     def _with(self, loading: Loading) -> int:
@@ -105,7 +112,7 @@ class _Generate:
             needed = max(len(request.prompt) + request.max_tokens for request in requests)
             block = opened.profile.kv_block
             limit = min(limit, -(-needed // block) * block)
-        engine = start_engine(loading, limit=limit)
+        engine = start_engine(loading, limit=limit, recorder=self.recorder)
         self.ready_s = time.monotonic()
         if self.flags.idle:
             print(
@@ -113,6 +120,9 @@ class _Generate:
                 file=sys.stderr,
             )
         outcomes = self._stream(engine, requests, tokenizer)
+        if self.recorder is not None:
+            for request_id, outcome in enumerate(outcomes):
+                self.recorder.write(engine, request_id, outcome, _layout_json(engine))
         self._report(engine, outcomes)
         engine.close()
         return FAULT_EXIT if any(outcome.fault for outcome in outcomes) else 0
@@ -232,6 +242,10 @@ class _Generate:
 
     def _json(self, engine: Engine, outcomes: list[_Outcome]) -> dict[str, Any]:
         results = [_result_json(outcome) for outcome in outcomes]
+        for result, path in zip(
+            results, self.recorder.paths if self.recorder else (), strict=False
+        ):
+            result["record"] = str(path)
         head = results[0] if len(results) == 1 else {"results": results}
         views = engine.control.statuses()
         apart = [view.wire_bytes["logits"] for view in views]

@@ -24,6 +24,7 @@ from anyshard.errors import AnyshardError, OptionError
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.checkpoint.cache import ImageCache
+    from anyshard.cli.recording import Recorder
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
@@ -133,11 +134,13 @@ def _local(model: str | None, flags: SplitFlags) -> str | None:
 
 
 @contextmanager
-def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Loading]:
+def rank_group(
+    opened: Opened, *, body: RankMain | None = None, record: bool = False
+) -> Iterator[Loading]:
     """A group that begins to load as soon as all is known to fit, and is closed at the end.
 
     Enter it early: it forks, and the fork wants one thread and little memory. body: what its ranks
-    run, a plain worker if None.
+    run, a plain worker if None. `record`: the weights are also hashed, for `start_engine` to note.
 
     Raises: LayoutError, before anything is forked, for what will not fit whatever the prompts are.
     """
@@ -147,7 +150,12 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
     block = opened.profile.kv_block  # no prompt takes less
     opened.admit(opened.limit if opened.is_final else min(block, opened.limit))
     cache = image_cache(opened.flags)
-    load = loader(opened.checkpoint, threads=len(os.sched_getaffinity(0)), cache=cache)
+    load = loader(
+        opened.checkpoint,
+        threads=len(os.sched_getaffinity(0)),
+        cache=cache,
+        record=record,
+    )
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):
         gate = _Gate()
@@ -266,20 +274,25 @@ def context_limit(config: ModelConfig, split: SplitFlags, *, default: int | None
     return asked or min(default or config.context, config.context)
 
 
-def start_engine(loading: Loading, *, limit: int) -> Engine:
+def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = None) -> Engine:
     """Wait for the weights behind a bar, and start ranks for sequences of `limit` tokens.
+
+    A recorder is told the hash of the weights, and the run is recorded for it.
 
     Raises: LayoutError if those have no room.
     """
-    from anyshard.engine import Engine, EngineOptions
+    from anyshard.engine import Engine, EngineOptions, LoadReport
 
     opened = loading.opened
     flags, layout = opened.flags, opened.layout
     loading.admit(limit)
     with Bar("loading weights") as bar:
-        note = loading.group.wait_loaded(bar.update).decode("utf-8", "replace")
-    if note:
-        print(f"note: {note}", file=sys.stderr)
+        payload = loading.group.wait_loaded(bar.update)
+    report = LoadReport.of(payload)
+    if report.note:
+        print(f"note: {report.note}", file=sys.stderr)
+    if recorder is not None:
+        recorder.weights_sha256 = report.weights_sha256
     engine = Engine(
         loading.group,
         opened.config,
@@ -293,6 +306,7 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
             max_num_seqs=opened.num_seqs,
             max_model_len=limit,
             deadline_s=flags.deadline,
+            record=recorder is not None,
         ),
         cores=len(os.sched_getaffinity(0)),
     )

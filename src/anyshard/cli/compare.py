@@ -1,0 +1,119 @@
+"""`anyshard compare A B`: two recorded runs are equal, or the first op that differs is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from anyshard.errors import DifferenceFound, UserError
+
+if TYPE_CHECKING:
+    from anyshard.fidelity import Comparison, Record
+
+__all__ = ["compare"]
+
+
+def compare(
+    first: str,
+    second: str,
+    /,
+    *,
+    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Compare two records of generate --record: every op of every token, bit for bit.
+
+    Exit code 0: equal. 4: they differ, and the first op that does is named. 2: they cannot be
+    compared, or a file is no sound record.
+
+    Parameters
+    ----------
+    first
+        A record.
+    second
+        Another, of the same weights, prompt, profile and sampling, on whatever split or machine.
+    json_output
+        Print one JSON object.
+    """
+    from anyshard.fidelity import compare_records, read_record
+
+    records = [read_record(Path(path)) for path in (first, second)]
+    found = compare_records(*records)
+    if found.incomparable:
+        raise UserError(f"{first} and {second} cannot be compared: {'; '.join(found.incomparable)}")
+    if json_output:
+        print(json.dumps(_json([first, second], records, found)))
+    else:
+        print("\n".join(_lines([first, second], records, found)))
+    return 0 if found.equal else DifferenceFound.exit_code
+
+
+def _lines(paths: list[str], records: list[Record], found: Comparison) -> list[str]:
+    width = max(len(path) for path in paths)
+    lines = [
+        f"{path:{width}}  {_run_text(record)}" for path, record in zip(paths, records, strict=True)
+    ]
+    prompt = records[0].manifest.prompt_tokens
+    what = f"{found.digests:,} digests of {found.positions} positions and {found.tokens} tokens"
+    if found.first is None:
+        lines.append(f"equal: {what}")
+    else:
+        first, last = found.first, prompt - 1
+        place = (
+            f"prompt token {first.position + 1} of {prompt}"
+            if first.position <= last
+            else f"token {first.position - last} of the answer"
+        )
+        lines += [
+            f"differ: first in {first.op} at position {first.position}, {place}",
+            f"        {found.digests_differing:,} of {what}; "
+            f"{found.tokens_differing} of the tokens",
+        ]
+    for path, more in zip(paths, found.only_in, strict=True):
+        if more:
+            lines.append(f"not compared: {more} positions that only {path} has")
+    return lines
+
+
+def _run_text(record: Record) -> str:
+    """`tp 2 pp 1 · shm · avx2 x1 · 2026-11-29 · AMD EPYC`."""
+    manifest = record.manifest
+    layout = manifest.layout
+    parts = [
+        f"tp {layout.get('tp', '?')} pp {layout.get('pp', '?')}",
+        str(layout.get("comm", "?")),
+        f"{layout.get('kernels', '?')} x{layout.get('threads', '?')}",
+        f"anyshard {manifest.anyshard}",
+        manifest.date,
+        str(manifest.machine.get("cpu", "?")),
+    ]
+    return " · ".join(parts)
+
+
+def _json(paths: list[str], records: list[Record], found: Comparison) -> dict[str, Any]:
+    import msgspec
+
+    first = found.first
+    return {
+        "equal": found.equal,
+        "first": None
+        if first is None
+        else {
+            "op": first.op,
+            "position": first.position,
+            "layer": first.layer,
+            "point": first.point,
+        },
+        "positions": found.positions,
+        "digests": found.digests,
+        "digests_differing": found.digests_differing,
+        "tokens": found.tokens,
+        "tokens_differing": found.tokens_differing,
+        "only_in": list(found.only_in),
+        "runs": [
+            {"path": path, **msgspec.to_builtins(record.manifest)}
+            for path, record in zip(paths, records, strict=True)
+        ],
+    }

