@@ -27,6 +27,7 @@ from anyshard.cli.memory import MemoryNeed, memory_need
 from anyshard.config import Profile
 from anyshard.engine import Engine, EngineOptions, f32_profile
 from anyshard.errors import LayoutError
+from anyshard.fidelity.log import digest_bytes
 from anyshard.layout import plan
 from anyshard.model import program
 from anyshard.worker import Worker, rank_main
@@ -48,15 +49,18 @@ class Measured(Worker):
         self.seen[self.program.rank] = (buffers, self.kv.bytes)
 
 
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 3)])
-def test_what_is_counted_is_what_ranks_allocate(tp: int, pp: int, tmp_path: Path) -> None:
+def test_what_is_counted_is_what_ranks_allocate(
+    tp: int, pp: int, record: bool, tmp_path: Path
+) -> None:
     served = the_model("adversarial-9-3").served
     config, profile = served.config, f32_profile()
     layout = plan(config, tp=tp, pp=pp, leaf=profile.leaf)
     Measured.seen.clear()
     group = open_group(served, partial(rank_main, worker_type=Measured), comm="threads")
     try:
-        options = EngineOptions(max_model_len=99, max_num_seqs=5, chunk=40)
+        options = EngineOptions(max_model_len=99, max_num_seqs=5, chunk=40, record=record)
         engine = Engine(group, config, profile, layout, options, cores=2)
         engine.close()
         region_bytes = engine.control._region.layout.total_bytes
@@ -64,10 +68,12 @@ def test_what_is_counted_is_what_ranks_allocate(tp: int, pp: int, tmp_path: Path
         group.close()
     checkpoint = open_checkpoint(str(write_hf_model(tmp_path / "m", config, seed=1)))
     programs = [program(config, profile, layout, rank) for rank in range(layout.world)]
-    need = memory_need(checkpoint, programs, tokens=99, num_seqs=5, chunk=40)
+    need = memory_need(checkpoint, programs, tokens=99, num_seqs=5, chunk=40, record=record)
+    log_bytes = 5 * 99 * digest_bytes(config) if record else 0
     assert len(Measured.seen) == layout.world
     assert need.kv == sum(kv for _, kv in Measured.seen.values())
-    assert need.buffers == region_bytes + sum(buffers for buffers, _ in Measured.seen.values())
+    allocated = sum(buffers for buffers, _ in Measured.seen.values())
+    assert need.buffers == region_bytes + allocated + log_bytes
 
 
 def test_weights_are_those_of_the_image(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from anyshard.layout import Layout
 from anyshard.model import Op, Program, program
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.control_word import set_control_word
-from anyshard.ops.digest import digest_keys
+from anyshard.ops.digest import KEY_PADDING, digest_keys
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
@@ -125,12 +125,20 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
     if part.rank == part.layout.sampler and part.layout.tp > 1:
         vocab += config.vocab
     blocks = -(-plan.max_model_len // part.profile.kv_block)
-    return 4 * (
+    digest_words = plan.rows_max * part.digest_columns if plan.record else 0
+    return 8 * digest_words + 4 * (
         plan.rows_max * (row_floats + row_ints)
         + plan.sampled_max * (vocab + slot_ints)
         + plan.num_slots * blocks
         + plan.max_model_len * config.head_dim  # cos and sin
+        + _num_keys(config, plan)
     )
+
+
+def _num_keys(config: ModelConfig, plan: RankPlan) -> int:
+    """Of the digest of the widest output."""
+    widest = max(config.hidden, config.num_heads * config.head_dim, config.ffn, config.vocab)
+    return widest + KEY_PADDING if plan.record else 0
 
 
 class Worker:
@@ -188,8 +196,7 @@ class Worker:
         self.cos, self.sin = rope_table(
             plan.max_model_len, config.head_dim, config.rope_theta, config.rope_scaling
         )
-        widest = max(config.hidden, config.num_heads * config.head_dim, config.ffn, config.vocab)
-        self.digest_keys = digest_keys(widest if plan.record else 0)
+        self.digest_keys = digest_keys(_num_keys(config, plan))
         self.digests = np.zeros((rows, here.digest_columns if plan.record else 0), np.uint64)
         self.kv = KvCache(
             config,

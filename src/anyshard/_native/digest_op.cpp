@@ -2,7 +2,7 @@
 //
 // `out` [R, P] of uint64 has a row for each row of the step and a column for each digest point of a
 // rank; an op fills its own columns. `keys`, int32, is the table of ops/digest.py: key i for
-// absolute index i, eight more than are used.
+// absolute index i, kLanes more than are used.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

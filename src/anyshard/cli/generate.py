@@ -97,8 +97,13 @@ class _Generate:
 
         Raises: UserError, PeerLost.
         """
-        opened = open_model(self.model, self.split, num_prompts=len(self.texts))
-        with rank_group(opened, record=self.recorder is not None) as loading:
+        opened = open_model(
+            self.model,
+            self.split,
+            num_prompts=len(self.texts),
+            record=self.recorder is not None,
+        )
+        with rank_group(opened) as loading:
             return self._with(loading)
 
     def _with(self, loading: Loading) -> int:

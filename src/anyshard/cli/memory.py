@@ -77,6 +77,7 @@ def memory_need(
     tokens: int,
     num_seqs: int,
     chunk: int,
+    record: bool = False,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
@@ -86,10 +87,15 @@ def memory_need(
     from anyshard.checkpoint import image_directory
     from anyshard.comm.region import RegionLayout
     from anyshard.engine import EngineOptions, plan_epoch
+    from anyshard.fidelity.log import digest_bytes
     from anyshard.worker import buffer_bytes
 
     options = EngineOptions(
-        max_model_len=tokens, max_num_seqs=num_seqs, chunk=min(chunk, tokens), threads=1
+        max_model_len=tokens,
+        max_num_seqs=num_seqs,
+        chunk=min(chunk, tokens),
+        threads=1,
+        record=record,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
     _, weights = image_directory(checkpoint.config, checkpoint.sources)
@@ -97,7 +103,8 @@ def memory_need(
         weights=weights,
         kv=sum(kv_bytes(each, tokens=tokens) for each in programs) * num_seqs,
         buffers=RegionLayout.of(plan.sizes).total_bytes
-        + sum(buffer_bytes(each, plan.ranks) for each in programs),
+        + sum(buffer_bytes(each, plan.ranks) for each in programs)
+        + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0),
         processes=(len(programs) + 2) * PROCESS_BYTES,
         num_seqs=num_seqs,
         tokens=tokens,

@@ -49,7 +49,7 @@ class Opened:
 
     `limit` is the most tokens that one of the `num_seqs` sequences in flight may hold; it
     `is_final` unless the prompts may turn out to need less. `free`: bytes of memory before anything
-    is loaded, None where the system does not say.
+    is loaded, None where the system does not say. `record`: runs are recorded, weights hashed.
     """
 
     flags: SplitFlags
@@ -61,6 +61,7 @@ class Opened:
     limit: int
     is_final: bool
     free: int | None
+    record: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -83,11 +84,17 @@ class Opened:
             tokens=tokens,
             num_seqs=self.num_seqs,
             chunk=self.flags.chunk,
+            record=self.record,
         )
 
 
 def open_model(
-    model: str | None, flags: SplitFlags, *, num_prompts: int, default_len: int | None = None
+    model: str | None,
+    flags: SplitFlags,
+    *,
+    num_prompts: int,
+    default_len: int | None = None,
+    record: bool = False,
 ) -> Opened:
     """Open and cut a model; a Hub id is fetched first, where its cache does not hold it.
 
@@ -112,6 +119,7 @@ def open_model(
         limit=context_limit(checkpoint.config, flags, default=default_len),
         is_final=flags.max_model_len is not None or default_len is not None,
         free=None if memory is None else memory[1],
+        record=record,
     )
 
 
@@ -134,13 +142,11 @@ def _local(model: str | None, flags: SplitFlags) -> str | None:
 
 
 @contextmanager
-def rank_group(
-    opened: Opened, *, body: RankMain | None = None, record: bool = False
-) -> Iterator[Loading]:
+def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Loading]:
     """A group that begins to load as soon as all is known to fit, and is closed at the end.
 
     Enter it early: it forks, and the fork wants one thread and little memory. body: what its ranks
-    run, a plain worker if None. `record`: the weights are also hashed, for `start_engine` to note.
+    run, a plain worker if None.
 
     Raises: LayoutError, before anything is forked, for what will not fit whatever the prompts are.
     """
@@ -154,7 +160,7 @@ def rank_group(
         opened.checkpoint,
         threads=len(os.sched_getaffinity(0)),
         cache=cache,
-        record=record,
+        record=opened.record,
     )
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):
@@ -277,7 +283,7 @@ def context_limit(config: ModelConfig, split: SplitFlags, *, default: int | None
 def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = None) -> Engine:
     """Wait for the weights behind a bar, and start ranks for sequences of `limit` tokens.
 
-    A recorder is told the hash of the weights, and the run is recorded for it.
+    A recorder is told the hash of the weights.
 
     Raises: LayoutError if those have no room.
     """
@@ -292,6 +298,7 @@ def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = No
     if report.note:
         print(f"note: {report.note}", file=sys.stderr)
     if recorder is not None:
+        assert opened.record
         recorder.weights_sha256 = report.weights_sha256
     engine = Engine(
         loading.group,
@@ -306,7 +313,7 @@ def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = No
             max_num_seqs=opened.num_seqs,
             max_model_len=limit,
             deadline_s=flags.deadline,
-            record=recorder is not None,
+            record=opened.record,
         ),
         cores=len(os.sched_getaffinity(0)),
     )

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anyshard.config import ModelConfig
 from anyshard.model import LAYER_POINTS, Program
 from anyshard.ops.digest import U64
 
-__all__ = ["DigestLog", "RecordedRow", "RunDigests"]
+__all__ = ["DigestLog", "RecordedRow", "RunDigests", "digest_bytes"]
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,8 @@ class DigestLog:
         """What was recorded of a request that emitted so many tokens; it is forgotten here."""
         run, positions = self._runs.pop(request_id), self._num_positions.pop(request_id)
         return RunDigests(run.embed[:positions], run.layers[:positions], run.logits[:emitted])
+
+
+def digest_bytes(config: ModelConfig) -> int:
+    """What the log holds of a position and of the token drawn there."""
+    return 8 * (2 + config.num_layers * len(LAYER_POINTS))

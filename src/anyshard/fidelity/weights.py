@@ -14,7 +14,7 @@ import numpy as np
 
 from anyshard.checkpoint.image import WeightImage
 from anyshard.ops import KernelChoice, load_kernels
-from anyshard.ops.digest import digest_keys, digest_of
+from anyshard.ops.digest import KEY_PADDING, digest_keys, digest_of
 
 __all__ = ["weights_sha256"]
 
@@ -27,7 +27,7 @@ def weights_sha256(image: WeightImage, *, threads: int, kernels: KernelChoice = 
     body = load_kernels(kernels, threads=threads, spin=False)
     whole = hashlib.sha256()
     widest = max(place.shape[-1] for place in image.directory.values())
-    keys = digest_keys(widest)
+    keys = digest_keys(widest + KEY_PADDING)
     try:
         for name, place in sorted(image.directory.items()):
             if place.kind == "vector":

@@ -23,7 +23,7 @@ from anyshard.ops.coefficients import KV_BLOCK
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.storage import Panels, unpack
 
-__all__ = ["U64", "Digest", "DigestKv", "digest_keys", "digest_of", "digest_panels"]
+__all__ = ["KEY_PADDING", "U64", "Digest", "DigestKv", "digest_keys", "digest_of", "digest_panels"]
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -43,9 +43,9 @@ def mix(words: U32) -> U32:
     return mixed
 
 
-def digest_keys(width: int) -> I32:
-    """Keys of indices 0..width-1 as int32 bits, and the padding that a kernel may read."""
-    index: U32 = np.arange(width + KEY_PADDING).astype(np.uint32)
+def digest_keys(count: int) -> I32:
+    """Keys of indices 0..count-1 as int32 bits; a kernel wants KEY_PADDING more than it uses."""
+    index: U32 = np.arange(count).astype(np.uint32)
     return (mix(index ^ KEY_SEED) | np.uint32(1)).view(np.int32)
 
 
