@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anyshard.checkpoint.cache import ImageCache
     from anyshard.cli.recording import Recorder
     from anyshard.config import ModelConfig, Profile
-    from anyshard.engine import Engine
+    from anyshard.engine import Engine, LoadReport
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
     from anyshard.layout import Layout
     from anyshard.model import Program
@@ -40,6 +40,7 @@ __all__ = [
     "open_model",
     "rank_group",
     "start_engine",
+    "wait_loaded",
 ]
 
 
@@ -280,6 +281,22 @@ def context_limit(config: ModelConfig, split: SplitFlags, *, default: int | None
     return asked or min(default or config.context, config.context)
 
 
+def wait_loaded(loading: Loading, *, limit: int) -> LoadReport:
+    """Wait for the weights behind a bar, and pass on what loading has to say.
+
+    Raises: LayoutError if sequences of `limit` tokens have no room.
+    """
+    from anyshard.engine import LoadReport
+
+    loading.admit(limit)
+    with Bar("loading weights") as bar:
+        payload = loading.group.wait_loaded(bar.update)
+    report = LoadReport.of(payload)
+    if report.note:
+        print(f"note: {report.note}", file=sys.stderr)
+    return report
+
+
 def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = None) -> Engine:
     """Wait for the weights behind a bar, and start ranks for sequences of `limit` tokens.
 
@@ -287,16 +304,11 @@ def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = No
 
     Raises: LayoutError if those have no room.
     """
-    from anyshard.engine import Engine, EngineOptions, LoadReport
+    from anyshard.engine import Engine, EngineOptions
 
     opened = loading.opened
     flags, layout = opened.flags, opened.layout
-    loading.admit(limit)
-    with Bar("loading weights") as bar:
-        payload = loading.group.wait_loaded(bar.update)
-    report = LoadReport.of(payload)
-    if report.note:
-        print(f"note: {report.note}", file=sys.stderr)
+    report = wait_loaded(loading, limit=limit)
     if recorder is not None:
         assert opened.record
         recorder.weights_sha256 = report.weights_sha256

@@ -20,7 +20,7 @@ from cyclopts import Parameter
 
 from anyshard import __version__
 from anyshard.cli.flags import SplitFlags, in_range
-from anyshard.cli.running import rank_group
+from anyshard.cli.running import Loading, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar
 from anyshard.errors import DifferenceFound, OptionError, PromptTooLong
 
@@ -179,17 +179,16 @@ class _Verify:
         from anyshard.verify.naive import rank_of_any_order
 
         split = SplitFlags(comm="threads" if self.in_process else "shm")
-        with rank_group(self.path, split, body=rank_of_any_order) as group:
-            return self._with(group)
+        wanted = (self.asked_prompt or DEFAULT_PROMPT_TOKENS) + self.tokens + 1
+        opened = open_model(self.path, split, num_prompts=1, default_len=wanted)
+        with rank_group(opened, body=rank_of_any_order) as loading:
+            return self._with(loading)
 
-    def _with(self, group: RankGroup) -> int:
-        from anyshard.checkpoint import open_checkpoint
-
-        model, request = self._subject(open_checkpoint(self.path))
+    def _with(self, loading: Loading) -> int:
+        model, request = self._subject(loading.opened.checkpoint)
         cells, skipped = self._cells(model)
-        with Bar("loading weights") as bar:
-            group.wait_loaded(bar.update)
-        report = self._compare(group, model, request, cells, skipped)
+        wait_loaded(loading, limit=loading.opened.limit)
+        report = self._compare(loading.group, model, request, cells, skipped)
         self._tell(report)
         return 0 if report.equal else DifferenceFound.exit_code
 
