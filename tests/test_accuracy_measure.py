@@ -24,7 +24,6 @@ from models import (
     random_weights,
     write_hf_model,
 )
-from planted import to_bf16
 
 from anyshard.accuracy import measure
 from anyshard.accuracy.forced import CHUNK, forced_logits, query_factor
@@ -39,6 +38,7 @@ from anyshard.ops import choose_body
 from anyshard.ops.float64 import Reference64
 from anyshard.tokenizer import open_tokenizer
 from anyshard.verify.driver import Driver, served
+from anyshard.verify.naive import to_bf16
 from anyshard.verify.prompt import hashed_tokens
 from anyshard.worker import Worker
 
@@ -171,9 +171,9 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 WHERE: dict[str, set[Place]] = {
     "one weight of q": {(1, "q")},
-    "one weight of o": {(0, "o_proj")},
+    "one weight of o": {(0, "reduce_o")},
     "one weight of up": {(1, "ffn")},
-    "one weight of down": {(0, "down_proj")},
+    "one weight of down": {(0, "reduce_down")},
     "one weight of the head": {(None, "logits")},
     "attention norm dropped": {(1, "q"), (1, "k"), (1, "v")},
     "mlp norm dropped": {(0, "ffn")},

@@ -29,7 +29,7 @@ from anyshard.model import Op, program
 from anyshard.ops import Body
 from anyshard.ops.coefficients import LOG2_E
 from anyshard.ops.exact import F32
-from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, Served, Worker, rank_main, wire_sizes
+from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, Served, Worker, rank_main
 
 __all__ = ["CHUNK", "forced_logits", "query_factor"]
 
@@ -65,16 +65,10 @@ def forced_logits(
         chunk=CHUNK,
         max_num_seqs=1,
         max_model_len=len(tokens),
+        prompt_logits=CHUNK,
         deadline_s=_SILENCE_S,
     )
     epoch = plan_epoch([here], options, body=body, threads=threads, spin=False)
-    rows_max = epoch.limits.rows_max
-    ranks = msgspec.structs.replace(epoch.ranks, sampled_max=rows_max)
-    sizes = msgspec.structs.replace(
-        epoch.sizes,
-        wires=wire_sizes(config, ranks, here.exchange_nodes),
-        control=msgspec.structs.replace(epoch.sizes.control, logit_rows=rows_max),
-    )
     watched = worker_type if meter is None else _metered(worker_type, meter)
     group = ThreadGroup(lambda progress: (served, b""), partial(rank_main, worker_type=watched))
     group.wait_loaded()
@@ -82,8 +76,8 @@ def forced_logits(
         control = group.start(
             Start(
                 epoch=1,
-                payload=msgspec.msgpack.encode(ranks),
-                sizes=sizes,
+                payload=msgspec.msgpack.encode(epoch.ranks),
+                sizes=epoch.sizes,
                 deadline_s=_SILENCE_S,
             )
         )

@@ -16,23 +16,14 @@ import numpy as np
 
 from anyshard.accuracy.figures import Distance
 from anyshard.accuracy.report import OpFigures
+from anyshard.model import LAYER_POINTS, DigestPoint
 from anyshard.ops.exact import F32
 from anyshard.ops.float64 import F64, Reference64
 
 __all__ = ["POINTS", "OpMeter"]
 
-#: What is compared, in the order of the program; the digest points (docs/numerics.md).
-POINTS = (
-    "embed",
-    "q",
-    "k",
-    "v",
-    "attention",
-    "o_proj",
-    "ffn",
-    "down_proj",
-    "logits",
-)
+#: What is compared, in the order of the program; the digest points.
+POINTS: tuple[DigestPoint, ...] = ("embed", *LAYER_POINTS, "logits")
 
 
 class OpMeter:
@@ -83,7 +74,7 @@ class OpMeter:
 
     def o_proj(self, layer: int, x_TD: F32) -> None:
         """The residual after attention."""
-        self._add(layer, "o_proj", x_TD, self._reference.o_proj(self._x_TD, self._a_TN, layer))
+        self._add(layer, "reduce_o", x_TD, self._reference.o_proj(self._x_TD, self._a_TN, layer))
         self._x_TD = x_TD.astype(np.float64)
 
     def ffn(self, layer: int, f_TF: F32) -> None:
@@ -94,7 +85,7 @@ class OpMeter:
     def down_proj(self, layer: int, x_TD: F32) -> None:
         """The residual after the MLP."""
         self._add(
-            layer, "down_proj", x_TD, self._reference.down_proj(self._x_TD, self._f_TF, layer)
+            layer, "reduce_down", x_TD, self._reference.down_proj(self._x_TD, self._f_TF, layer)
         )
         self._x_TD = x_TD.astype(np.float64)
 

@@ -22,9 +22,9 @@ _POINTS = {
     "k": "k after RoPE",
     "v": "v",
     "attention": "attention output",
-    "o_proj": "residual after o_proj",
+    "reduce_o": "residual after o_proj",
     "ffn": "SiLU(gate) · up",
-    "down_proj": "residual after down_proj",
+    "reduce_down": "residual after down_proj",
     "logits": "logits",
 }
 
