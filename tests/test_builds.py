@@ -29,7 +29,6 @@ import pytest
 from golden import builds, make, playback, wide
 from models import ADVERSARIAL_9_3, write_hf_model
 from native_cases import BODIES, F32, differing, floats, leaves, native, needs_native, panels
-from planted import rank_body
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.engine import loader
@@ -38,6 +37,7 @@ from anyshard.ops import Body, Kernels
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.control_word import set_control_word
 from anyshard.verify.driver import Driver, served
+from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent

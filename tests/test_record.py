@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 import planted
 import pytest
-from driver import served
 from gguf_models import write_gguf_model
-from grid import Cell, Model, hashed_tokens, open_group, shuffled_pages, the_model
+from grid import Loaded, the_model
 from models import MODELS, write_hf_model
 from test_stored import shaped
 
@@ -43,6 +42,10 @@ from anyshard.launcher import RankMain
 from anyshard.model import LAYER_POINTS, Op
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
+from anyshard.verify.cells import Cell, shuffled_pages
+from anyshard.verify.driver import open_group, served
+from anyshard.verify.naive import NaivePp, rank_body
+from anyshard.verify.prompt import hashed_tokens
 from anyshard.worker import Worker, rank_main
 
 ADVERSARIAL = ("adversarial-9-3", "adversarial-14-2", "adversarial-head-80")
@@ -55,7 +58,7 @@ def cell(**split: Any) -> Cell:
 
 
 def manifest_of(
-    model: Model, engine: Engine, request: Request, run: RunDigests, sha: str, fault: str | None
+    model: Loaded, engine: Engine, request: Request, run: RunDigests, sha: str, fault: str | None
 ) -> Manifest:
     return Manifest(
         anyshard="0",
@@ -102,7 +105,7 @@ def recorded(name: str, cell: Cell, *, rank_body: RankMain = rank_main) -> list[
             for i in range(4)
         ]
     pages = len(requests) * 3
-    group = open_group(served, rank_body, comm=cell.comm)
+    group = open_group(served, rank_body, forked=cell.comm != "threads")
     try:
         engine = Engine(
             group,
@@ -234,7 +237,7 @@ def test_drawn_tokens_are_compared_with_those_of_their_seed_only() -> None:
 def first_of(name: str, split: Cell, bug: type[Worker]) -> str | None:
     """Where a bugged run first differs from the unsplit one."""
     want = unsplit(name, split.prompt_tokens, split.num_tokens)
-    found = compare_records(want, recorded(name, split, rank_body=planted.rank_body(bug))[0])
+    found = compare_records(want, recorded(name, split, rank_body=rank_body(bug))[0])
     if found.first is None:
         return None
     assert found.digests_differing > 0 and not found.equal
@@ -250,7 +253,7 @@ def first_of(name: str, split: Cell, bug: type[Worker]) -> str | None:
         (cell(tp=3), planted.SwappedMerge, "layers.0.reduce_o at 0"),
         (cell(tp=2), planted.WrongKvHead, "layers.0.attention at 0"),
         (cell(tp=2), planted.StaleExchange, "layers.0.reduce_o at 0"),
-        (cell(pp=3), planted.NaivePp, "layers.1.q at 0"),
+        (cell(pp=3), NaivePp, "layers.1.q at 0"),
         (cell(pp=2, chunk=20), planted.PositionReset, "layers.2.q at 20"),
         (cell(chunk=20), planted.ChunkEdge, "layers.0.attention at 20"),
         (cell(kernels="scalar"), planted.LostLane, "layers.0.ffn at 0"),
@@ -339,7 +342,7 @@ def test_a_step_that_failed_is_left_out_and_is_a_difference_to_one_that_did_not(
     """Pages full of NaN, and attention that does not mask them."""
     poisoned = cell(prompt_tokens=7, num_tokens=2, poison=True)
     right = recorded("adversarial-9-3", poisoned)[0]
-    body = planted.rank_body(planted.Unmasked)
+    body = rank_body(planted.Unmasked)
     failed = recorded("adversarial-9-3", poisoned, rank_body=body)[0]
     assert failed.manifest.fault is not None and failed.manifest.fault.startswith("layers.0.")
     assert (failed.manifest.positions, failed.manifest.emitted_tokens) == (0, 0)
