@@ -219,7 +219,7 @@ def test_where_the_prompts_decide_nothing_is_packed_before_they_have(
         if is_exact:
             encoded.touch()
 
-    monkeypatch.setattr("anyshard.engine.build_image", note_and_build)
+    monkeypatch.setattr("anyshard.checkpoint.cache.build_image", note_and_build)
     monkeypatch.setattr(running.Opened, "admit", note_and_admit)
     have(tiny_need(tiny, tokens=64, num_seqs=1))
     code = main(["generate", tiny, "--prompt", "abc", "--max-tokens", "50" if fits else "100"])
