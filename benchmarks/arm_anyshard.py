@@ -1,6 +1,8 @@
 """anyshard as an arm of the benchmark: the engine of the command line, kept warm.
 
-    python arm_anyshard.py TP THREADS [MODEL]      ranks are forked processes, as in production
+    python arm_anyshard.py TP THREADS [MODEL] [--record]
+
+Ranks are forked processes, as in production; with --record, every run is recorded.
 
 Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens", "first_s",
 "rest_s", "logits_sha256"}: greedy, batch of one, logits handed to the front and hashed as
@@ -31,7 +33,9 @@ CONTEXT = 512
 def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     """Seconds to the first token, and for the others together."""
     start = time.perf_counter()
-    engine.submit(Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=True))
+    request_id = engine.submit(
+        Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=True)
+    )
     tokens: list[int | None] = []
     digest = hashlib.sha256()
     first_s = 0.0
@@ -40,20 +44,28 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
             first_s = time.perf_counter() - start
         tokens.append(event.token)
         digest.update(event.logits.tobytes() if event.logits is not None else b"")
+    if engine.options.record:
+        engine.digests(request_id, emitted=len(tokens))
     rest_s = time.perf_counter() - start - first_s
     sha256 = digest.hexdigest()
     return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s, "logits_sha256": sha256}
 
 
 def main() -> None:
-    tp, threads = int(sys.argv[1]), int(sys.argv[2])
-    checkpoint = open_checkpoint(sys.argv[3] if len(sys.argv) > 3 else None)
+    arguments = [each for each in sys.argv[1:] if each != "--record"]
+    tp, threads = int(arguments[0]), int(arguments[1])
+    checkpoint = open_checkpoint(arguments[2] if len(arguments) > 2 else None)
     group = fork_launcher(loader(checkpoint, threads=os.cpu_count() or 1), rank_main)
     try:
         config, profile = checkpoint.config, f32_profile()
         layout = plan(config, tp=tp, leaf=profile.leaf)
         group.wait_loaded()
-        options = EngineOptions(threads=threads, max_num_seqs=1, max_model_len=CONTEXT)
+        options = EngineOptions(
+            threads=threads,
+            max_num_seqs=1,
+            max_model_len=CONTEXT,
+            record="--record" in sys.argv,
+        )
         cores = len(os.sched_getaffinity(0))
         engine = Engine(group, config, profile, layout, options, cores=cores)
         print(json.dumps({"ready": {"body": engine.body}}), flush=True)
