@@ -1,4 +1,4 @@
-"""Run the commands of README.md and docs/verify.md and put what they print below them.
+"""Run the commands of README.md and two pages of docs and put what they print below them.
 
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "verify.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "verify.md", ROOT / "docs" / "compare.md")
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,
-# kernel body, threads, the note on cores
+# kernel body, threads, the note on cores; version, date and CPU of a record
 MEASURED = re.compile(
     r" +\d+\.\d  +\d+\.\d\d$|\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+"
-    r"|\b(avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n",
+    r"|\b(avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n"
+    r"|anyshard [\d.]+ · .*$",
     re.MULTILINE,
 )
 

@@ -1,0 +1,17 @@
+"""The command line with a planted bug in every rank: `python tests/bugged.py BUG generate ...`.
+
+BUG is a class of tests/planted.py. docs/compare.md shows what `compare` says of such a run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import planted
+
+from anyshard import worker
+from anyshard.cli import main
+
+if __name__ == "__main__":
+    setattr(worker, "rank_main", planted.rank_body(getattr(planted, sys.argv[1])))  # noqa: B010
+    sys.exit(main(sys.argv[2:]))
