@@ -7,6 +7,7 @@ shows nothing. Models are the tiny ones of tests/models.py; the demo model is sl
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from grid import the_model
 from models import MODELS, plant_overflow, write_hf_model
 from test_checkpoint_gguf import needs_demo
 
-from anyshard.cli import main
+from anyshard.checkpoint import Checkpoint
+from anyshard.cli import main, running
 from anyshard.errors import OptionError
 from anyshard.ops import available_bodies
 from anyshard.verify import check, naive
@@ -162,6 +164,18 @@ def test_an_unsplit_run_that_fails_is_no_pass(
     assert "nothing to compare: a value left the range of float32 in layers.2." in ran.err
 
 
+def test_a_cell_that_has_no_room_is_refused_before_anything_is_loaded(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "read_memory", lambda: (1 << 40, 3 * 10**8))
+    assert Ran(capfd, tiny, *SHORT, "--layouts", "tp2").code == 0
+    ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--batch", "1,1000")
+    assert (ran.code, ran.out) == (2, "")
+    assert re.search(
+        r"cell tp2 last of 1000: \d+ MB of memory are needed and 300 MB are free", ran.err
+    )
+
+
 def test_a_witness_of_zero_is_marked_and_no_pass(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,14 +210,14 @@ def test_a_run_loads_the_weights_once(
 ) -> None:
     from anyshard import engine
 
-    loads: list[str | None] = []
+    loads: list[str] = []
     loader = engine.loader
 
-    def counting(path: str | None, *, threads: int) -> Any:
-        load = loader(path, threads=threads)
+    def counting(checkpoint: Checkpoint, **options: Any) -> Any:
+        load = loader(checkpoint, **options)
 
         def counted(progress: Any) -> Any:
-            loads.append(path)
+            loads.append(str(checkpoint.path))
             return load(progress)
 
         return counted

@@ -78,8 +78,11 @@ def memory_need(
     num_seqs: int,
     chunk: int,
     record: bool = False,
+    prompt_logits: int = 0,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
+
+    prompt_logits: prompt tokens whose logits are asked for.
 
     KV counts in full, though its pages are touched only as tokens arrive: what has been admitted
     must not fail for memory later. Held by: test_admission.py (the sizes of a run).
@@ -96,6 +99,7 @@ def memory_need(
         chunk=min(chunk, tokens),
         threads=1,
         record=record,
+        prompt_logits=prompt_logits,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
     _, weights = image_directory(checkpoint.config, checkpoint.sources)

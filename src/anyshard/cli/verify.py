@@ -20,12 +20,12 @@ from cyclopts import Parameter
 
 from anyshard import __version__
 from anyshard.cli.flags import SplitFlags, in_range
-from anyshard.cli.running import Loading, open_model, rank_group, wait_loaded
+from anyshard.cli.memory import memory_need, size_text
+from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar
-from anyshard.errors import DifferenceFound, OptionError, PromptTooLong
+from anyshard.errors import DifferenceFound, LayoutError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:
-    from anyshard.checkpoint import Checkpoint
     from anyshard.launcher import RankGroup
     from anyshard.ops import KernelChoice
     from anyshard.verify.cells import Cell, Model
@@ -178,29 +178,26 @@ class _Verify:
         """Print the table or the JSON; returns the exit code. Raises: UserError, PeerLost."""
         from anyshard.verify.naive import rank_of_any_order
 
-        split = SplitFlags(comm="threads" if self.in_process else "shm")
-        wanted = (self.asked_prompt or DEFAULT_PROMPT_TOKENS) + self.tokens + 1
-        opened = open_model(self.path, split, num_prompts=1, default_len=wanted)
-        with rank_group(opened, body=rank_of_any_order) as loading:
-            return self._with(loading)
-
-    def _with(self, loading: Loading) -> int:
-        model, request = self._subject(loading.opened.checkpoint)
+        flags = SplitFlags(comm="threads" if self.in_process else "shm")
+        opened = open_model(self.path, flags, num_prompts=1)
+        model, request = self._subject(opened)
         cells, skipped = self._cells(model)
-        wait_loaded(loading, limit=loading.opened.limit)
-        report = self._compare(loading.group, model, request, cells, skipped)
+        self._admit(opened, model, request, cells)
+        with rank_group(opened, body=rank_of_any_order) as loading:
+            wait_loaded(loading, limit=request.prompt_tokens + request.decode_tokens + 1)
+            report = self._compare(loading.group, model, request, cells, skipped)
         self._tell(report)
         return 0 if report.equal else DifferenceFound.exit_code
 
-    def _subject(self, checkpoint: Checkpoint) -> tuple[Model, RequestShape]:
+    def _subject(self, opened: Opened) -> tuple[Model, RequestShape]:
         """The model and the request of every cell. Raises: PromptTooLong, OptionError."""
-        from anyshard.engine import f32_profile
         from anyshard.tokenizer import open_tokenizer
         from anyshard.verify.cells import Model
         from anyshard.verify.check import RequestShape
         from anyshard.verify.prompt import hashed_tokens, text_tokens
 
-        config, room = checkpoint.config, checkpoint.config.context - self.tokens - 1
+        checkpoint, config = opened.checkpoint, opened.config
+        room = config.context - self.tokens - 1
         count = self.asked_prompt or min(DEFAULT_PROMPT_TOKENS, room)
         if not 1 <= count <= room:
             raise PromptTooLong(
@@ -212,7 +209,7 @@ class _Verify:
             prompt = text_tokens(open_tokenizer(checkpoint), count)
         name = "demo model, SmolLM2-135M-Instruct" if self.path is None else self.path
         return (
-            Model(name, config, f32_profile(), prompt),
+            Model(name, config, opened.profile, prompt),
             RequestShape(prompt_tokens=count, decode_tokens=self.tokens),
         )
 
@@ -226,6 +223,39 @@ class _Verify:
         cells = cells_of(self.lists)
         check_layouts(cells, model)
         return cells, ()
+
+    def _admit(
+        self, opened: Opened, model: Model, request: RequestShape, cells: list[Cell]
+    ) -> None:
+        """Raises: LayoutError for the first cell that this host has too little memory for."""
+        from anyshard.model import program
+
+        if opened.free is None:
+            return
+        known: set[tuple[str, int]] = set()
+        for cell in cells:
+            if (cell.split, cell.batch) in known:
+                continue
+            known.add((cell.split, cell.batch))
+            layout, asked = cell.layout(model), request.of(cell, model.config.vocab)
+            ranks = (
+                program(model.config, model.profile, layout, rank) for rank in range(layout.world)
+            )
+            need = memory_need(
+                opened.checkpoint,
+                tuple(ranks),
+                tokens=asked.tokens_max,
+                num_seqs=cell.batch,
+                chunk=request.prompt_tokens,
+                prompt_logits=asked.prompt_logits,
+            )
+            compared = 8 * asked.rows_compared * model.config.vocab  # of both runs
+            if need.total + compared > opened.free:
+                raise LayoutError(
+                    f"cell {cell.name}: {size_text(need.total + compared)} of memory are needed "
+                    f"and {size_text(opened.free)} are free; choose other cells with --layouts and "
+                    "--batch, lower --prompt-tokens, or end other programs"
+                )
 
     def _compare(
         self,

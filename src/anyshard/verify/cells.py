@@ -53,6 +53,7 @@ Place = Literal["first", "last", "middle"]
 
 PROMPT_TOKENS = 307  # a chunk of 300 leaves 7 rows, blocks of 32 leave 19
 NUM_TOKENS = 32
+NEIGHBOUR_TOKENS = 81
 BATCH = 17  # requests of a cell that has neighbours, if it does not say
 WHOLE = 1 << 16  # a chunk that holds any prompt
 GREEDY = Sampling()
@@ -141,6 +142,17 @@ class Cell:
             leaf=model.profile.leaf,
         )
 
+    @property
+    def tokens_max(self) -> int:
+        """Prompt and answer of its longest request."""
+        longest = max(self.prompt_tokens, NEIGHBOUR_TOKENS if self.batch > 1 else 0)
+        return longest + self.num_tokens
+
+    @property
+    def rows_compared(self) -> int:
+        """Logit rows of it that are held against the unsplit run's."""
+        return self.prompt_logits + self.num_tokens
+
     def unsplit(self) -> Cell:
         """The baseline: the same request on one rank, one thread, in one chunk, alone."""
         return Cell(
@@ -175,9 +187,10 @@ class Outcome:
 
 
 def neighbours(model: Model, count: int = BATCH - 1) -> list[tuple[int, ...]]:
-    """`count` prompts of up to 81 tokens, none like another."""
+    """`count` prompts of 6 to NEIGHBOUR_TOKENS tokens, none like another."""
     vocab = model.config.vocab
-    return [hashed_tokens(6 + 5 * (i % 16), vocab, seed=i + 1) for i in range(count)]
+    lengths = range(6, NEIGHBOUR_TOKENS + 1, 5)
+    return [hashed_tokens(lengths[i % 16], vocab, seed=i + 1) for i in range(count)]
 
 
 def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[Request]:
@@ -239,7 +252,7 @@ def run_cell(
     start = time.monotonic()
     requests = _requests(model, cell, want_logits=want_logits)
     steps: list[StepShape] = []
-    length = max(len(request.prompt) + request.max_tokens for request in requests)
+    length = cell.tokens_max
     pages = len(requests) * -(-length // model.profile.kv_block)
     engine = Engine(
         group,
@@ -316,7 +329,7 @@ def forced_logits(
         threads=cell.threads,
         rows_max=max(len(prompt), *(len(other) for other in others), cell.batch),
         num_slots=1 + len(others),
-        max_model_len=max(len(prompt), 81) + len(tokens),
+        max_model_len=cell.tokens_max,
         deadline_s=DEADLINE_S,
     ) as driver:
         for slot, other in enumerate(others, start=1):
