@@ -11,17 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from gguf_files import TINY, write_tiny_gguf
-from grid import open_group, the_model
+from grid import the_model
 from models import ADVERSARIAL_9_3, write_hf_model
 
 from anyshard.checkpoint import build_image, open_checkpoint
+from anyshard.checkpoint.cache import load_image
 from anyshard.cli import main, running
 from anyshard.cli.memory import MemoryNeed, memory_need
 from anyshard.config import Profile
@@ -30,7 +30,9 @@ from anyshard.errors import LayoutError
 from anyshard.fidelity.log import digest_bytes
 from anyshard.layout import plan
 from anyshard.model import program
-from anyshard.worker import Worker, rank_main
+from anyshard.verify.driver import open_group
+from anyshard.verify.naive import rank_body
+from anyshard.worker import Worker
 
 MIB = 1 << 20
 COMMAND = (sys.executable, "-m", "anyshard.cli")
@@ -58,7 +60,7 @@ def test_what_is_counted_is_what_ranks_allocate(
     config, profile = served.config, f32_profile()
     layout = plan(config, tp=tp, pp=pp, leaf=profile.leaf)
     Measured.seen.clear()
-    group = open_group(served, partial(rank_main, worker_type=Measured), comm="threads")
+    group = open_group(served, rank_body(Measured), forked=False)
     try:
         options = EngineOptions(max_model_len=99, max_num_seqs=5, chunk=40, record=record)
         engine = Engine(group, config, profile, layout, options, cores=2)
@@ -206,9 +208,9 @@ def test_where_the_prompts_decide_nothing_is_packed_before_they_have(
 ) -> None:
     packed, encoded = tmp_path / "packed", tmp_path / "encoded"
 
-    def note_and_build(*arguments: object, **options: object) -> object:
+    def note_and_load(*arguments: object, **options: object) -> object:
         packed.write_text("late" if encoded.exists() else "early")
-        return build_image(*arguments, **options)  # type: ignore[arg-type]
+        return load_image(*arguments, **options)  # type: ignore[arg-type]
 
     admit = running.Opened.admit
 
@@ -219,7 +221,7 @@ def test_where_the_prompts_decide_nothing_is_packed_before_they_have(
         if is_exact:
             encoded.touch()
 
-    monkeypatch.setattr("anyshard.checkpoint.cache.build_image", note_and_build)
+    monkeypatch.setattr("anyshard.engine.load_image", note_and_load)
     monkeypatch.setattr(running.Opened, "admit", note_and_admit)
     have(tiny_need(tiny, tokens=64, num_seqs=1))
     code = main(["generate", tiny, "--prompt", "abc", "--max-tokens", "50" if fits else "100"])
