@@ -102,7 +102,7 @@ class Under:
 
         def bind(*arguments: Any) -> Any:
             bound = type(name, (), {})()
-            bound.run = self._within(part(*arguments).run)
+            bound.run = self._within(self._within(part)(*arguments).run)
             return bound
 
         return bind

@@ -190,7 +190,7 @@ Best best_logit(Call& call, const Kernels& kernels) {
 Best draw(Call& call, const Kernels& kernels) {
   const Array logits(call.object(), "logits", Element::kFloat, {kAny});
   Sampler sampler{};
-  sampler.temperature = static_cast<float>(call.real());
+  sampler.temperature = nearest_float(call.real());
   const uint64_t key = static_cast<uint64_t>(call.integer());
   sampler.key[0] = static_cast<uint32_t>(key);
   sampler.key[1] = static_cast<uint32_t>(key >> 32);

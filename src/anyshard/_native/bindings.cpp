@@ -171,7 +171,7 @@ int64_t gumbel_argmax(nb::object logits, double temperature, uint64_t key, uint3
   const Array array(logits.ptr(), "logits", Element::kFloat, {kAny});
   require(array.size(0) >= 1 && array.size(0) <= INT_MAX - 64, "logits is empty");
   const Array allowed = optional_array(mask.ptr(), "mask", Element::kByte, {array.size(0)});
-  const Sampler sampler{static_cast<float>(temperature),
+  const Sampler sampler{nearest_float(temperature),
                         {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
                         position,
                         choice,

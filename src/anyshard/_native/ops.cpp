@@ -90,9 +90,9 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       q_norm_(optional_array(a.q_norm, "q_norm", Element::kFloat, {a.head_dim})),
       k_norm_(optional_array(a.k_norm, "k_norm", Element::kFloat, {a.head_dim})),
       row_fault_(a.row_fault, "row_fault", Element::kInt, {q_out_.size(0)}, true),
-      eps_(static_cast<float>(a.eps)),
+      eps_(nearest_float(a.eps)),
       fault_code_(a.fault_code),
-      q_scale_(static_cast<float>(a.q_scale)) {
+      q_scale_(nearest_float(a.q_scale)) {
   require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
           "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");

@@ -89,7 +89,7 @@ BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fa
       fault_code_(fault_code) {
   require(x_.size(1) >= 1 && x_.size(1) <= INT_MAX / 8, "x has no columns");
   require(fault_code != 0, "fault_code is 0, which stands for no fault");
-  norm_ = {weight_.floats(), static_cast<float>(eps), static_cast<int>(x_.size(1))};
+  norm_ = {weight_.floats(), nearest_float(eps), static_cast<int>(x_.size(1))};
   scratch_floats_ = whole_lines(static_cast<size_t>(rows_max) * static_cast<size_t>(norm_.width));
 }
 

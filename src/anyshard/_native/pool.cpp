@@ -79,6 +79,13 @@ FloatEnvironment::FloatEnvironment() : saved_(read_environment()) {
 
 FloatEnvironment::~FloatEnvironment() { write_environment(saved_); }
 
+float nearest_float(double value) {
+  const FloatEnvironment environment;
+  volatile double held = value;  // the compiler may not round before the setting is made
+  volatile float result = static_cast<float>(held);
+  return result;
+}
+
 void Gate::advance() {
   value_.fetch_add(1, std::memory_order_seq_cst);
   // A waiter adds itself before it looks at the value again, so one of the two sees the other.

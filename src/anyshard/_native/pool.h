@@ -29,6 +29,9 @@ class FloatEnvironment {
   uint64_t saved_;
 };
 
+// Nearest float, whatever the caller's setting.
+float nearest_float(double value);
+
 // A number that threads wait on.
 class alignas(64) Gate {
  public:
