@@ -16,6 +16,7 @@ import numpy as np
 
 from anyshard.batch import Batch, Limits, Sequence, Tick, apply, end_session, next_tick
 from anyshard.binder import FaultCode
+from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.comm.base import CommKind
@@ -111,6 +112,7 @@ class EngineOptions:
     threads None: cores divided by local ranks. deadline_s bounds every wait for a rank.
     prompt_logits: most that the requests in flight ask for together. record: keep digests of what
     every op writes, for `Engine.digests`.
+    capture: what ranks copy to be looked at (`capture.py`).
     """
 
     kernels: KernelChoice = "auto"
@@ -124,6 +126,7 @@ class EngineOptions:
     page_order: tuple[int, ...] | None = None
     poison: bool = False
     record: bool = False
+    capture: Capture | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ def plan_epoch(
         profile_sha256=profile.sha256(),
         poison=options.poison,
         record=options.record,
+        capture=options.capture,
     )
     sizes = EpochSizes(
         wires=wire_sizes(config, ranks, max(each.exchange_nodes for each in programs)),

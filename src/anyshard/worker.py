@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anyshard.binder import Binder, FaultCode
+from anyshard.capture import Capture, Tap
 from anyshard.checkpoint.image import WeightImage
 from anyshard.comm.base import Comm, CommKind, ExchangeSpec, WireSizes
 from anyshard.comm.control import Frame, RankControl
@@ -48,7 +49,10 @@ HEAD = ("head", "digest_logits")  # ops over the rows that are sampled
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens."""
+    """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens.
+
+    capture: what every rank copies to be looked at, nothing as a rule (`capture.py`).
+    """
 
     heads: tuple[tuple[int, int], ...]
     ffn: tuple[tuple[int, int], ...]
@@ -66,6 +70,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     profile_sha256: str
     poison: bool = False
     record: bool = False
+    capture: Capture | None = None
 
     @property
     def layout(self) -> Layout:
@@ -149,7 +154,12 @@ class Worker:
     def __init__(
         self, served: Served, plan: RankPlan, *, rank: int, comm: Comm, control: RankControl
     ) -> None:
-        self.config, self.plan, self.comm, self.control = served.config, plan, comm, control
+        self.config, self.plan, self.control = served.config, plan, control
+        self.tap: Tap | None = None
+        if plan.capture is not None:
+            right = program(served.config, served.profile, plan.layout, rank)
+            self.tap = Tap(plan.capture, right, comm, sample_flag=ROW_SAMPLE, head=HEAD)
+        self.comm: Comm = comm if self.tap is None else self.tap.comm
         self.program = self.build_program(served, rank)
         self.kernels = load_kernels(plan.kernels, threads=plan.threads, spin=plan.spin)
         self.image = served.image
@@ -209,8 +219,9 @@ class Worker:
 
     def serve(self) -> None:
         """Walk frames until the front says stop."""
+        step = self.step if self.tap is None else self.tap.around(self)
         while (frame := self.control.next_frame()) is not None:
-            self.step(frame)
+            step(frame)
 
     def step(self, frame: Frame) -> None:
         """One frame through this rank's ops; the sampler answers."""

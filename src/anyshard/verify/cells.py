@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from anyshard.capture import Capture
 from anyshard.comm.control import StatusView
 from anyshard.config import ModelConfig, Profile
 from anyshard.engine import Engine, EngineOptions, Event
@@ -240,12 +241,18 @@ class _Collected:
 
 
 def run_cell(
-    group: RankGroup, model: Model, cell: Cell, *, epoch: int = 1, want_logits: bool = True
+    group: RankGroup,
+    model: Model,
+    cell: Cell,
+    *,
+    epoch: int = 1,
+    want_logits: bool = True,
+    capture: Capture | None = None,
 ) -> Outcome:
     """Run the request through the engine, ignoring any end of text, as an epoch of `group`.
 
     Without `want_logits` only tokens come back, and greedy ranks exchange (value, id) pairs
-    instead of logits.
+    instead of logits. capture: what the ranks copy (`capture.py`).
 
     Raises: PeerLost.
     """
@@ -270,6 +277,7 @@ def run_cell(
             deadline_s=DEADLINE_S,
             page_order=shuffled_pages(pages) if cell.shuffled else None,
             poison=cell.poison,
+            capture=capture,
         ),
         cores=len(os.sched_getaffinity(0)),
         epoch=epoch,

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint, build_image
 from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
 from anyshard.config import ModelConfig, Profile
@@ -104,7 +105,7 @@ class Driver:
     rows_max: most rows of a frame. pages_of: the pages of a slot, in block order, for every slot
     (default: slot s holds consecutive pages from s * blocks on). poison: the KV cache starts as
     NaN. ranks: "threads" of this process, or "forked" processes as in production; rank_body: what
-    they run, for naive orders and planted faults.
+    they run, for naive orders and planted faults. capture: what they copy (`capture.py`).
 
     With `group` the epoch runs in a rank group that is loaded already, as its epoch number `epoch`,
     and leaves it open; `model` then need not hold the weights, and `ranks` and `rank_body` are the
@@ -134,6 +135,7 @@ class Driver:
         comm: Literal["shm", "torch"] = "shm",
         rank_body: RankMain = rank_main,
         deadline_s: float = 60.0,
+        capture: Capture | None = None,
     ) -> None:
         self.model, self.num_slots, self.rows_max = model, num_slots, rows_max
         self.block = model.profile.kv_block
@@ -172,6 +174,7 @@ class Driver:
             max_model_len=max_model_len,
             profile_sha256=model.profile.sha256(),
             poison=poison,
+            capture=capture,
         )
         self._owns_group = group is None
         if group is None:
