@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
+STUB = ROOT / "src" / "anyshard" / "_native.pyi"
 KERNELS_H = ROOT / "src" / "anyshard" / "_native" / "kernels.h"
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="sets x86's control word")
@@ -296,7 +298,7 @@ def test_weights_are_widened_under_the_default_control_word(
         words.append(control_word())
         raise CheckpointError("pack no further")
 
-    monkeypatch.setattr("anyshard.engine.build_image", pack)
+    monkeypatch.setattr("anyshard.engine.load_image", pack)
     checkpoint = open_checkpoint(str(model[0]))
     with under(FLUSH | UP), pytest.raises(CheckpointError, match="pack no further"):
         loader(checkpoint, threads=1)(lambda *_: None)
@@ -437,6 +439,31 @@ def test_calls_are_played_back_in_their_order_only(tmp_path: Path) -> None:
     answers.write_bytes(bytes(20 * 4 + 1))
     with pytest.raises(ValueError, match="more than 4 answers"):
         playback.read_answers(answers, 4)
+
+
+NOT_OPS = {"Gather", "Pool", "available_bodies", "shm_abort", "shm_publish", "sources_sha256"}
+
+
+def test_the_driver_without_python_knows_every_op() -> None:
+    names = re.search(r"__all__ = \[(.*?)\]", STUB.read_text("utf-8"), re.DOTALL)
+    assert names is not None
+    ops = set(re.findall(r'"(\w+)"', names[1])) - NOT_OPS
+    assert ops == {*playback.OPS, *playback.FUNCTIONS}
+    driver = (ROOT / "tests" / "standalone" / "driver.cpp").read_text("utf-8")
+    assert [op for op in ops if f'name == "{op}"' not in driver] == []
+    recorder = playback.Recorder()
+    builds.compute(recorder, None, "")
+    called = {call[8 : 8 + call[0]].decode() for call in recorder.calls}
+    assert called == ops, "an op that no vector calls"
+
+
+def test_no_op_needs_the_python_bindings() -> None:
+    lists = re.search(r"set\(OPS(.*?)\)", (ROOT / "CMakeLists.txt").read_text("utf-8"), re.DOTALL)
+    assert lists is not None
+    files = re.findall(r"\{NATIVE\}/(\w+\.cpp)", lists[1])
+    assert "ops.cpp" in files
+    for file in files:
+        assert "nanobind" not in (KERNELS_H.parent / file).read_text("utf-8"), file
 
 
 # --- whole builds ---------------------------------------------------------------------------------

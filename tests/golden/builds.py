@@ -111,8 +111,9 @@ def against(found: Found, other: Found, group: str = "wide") -> Tally:
     rows = []
     for key in keys:
         one, two = found[key], other[key]
-        assert one.shape == two.shape and one.dtype == two.dtype and one.itemsize == 4
-        unequal = int((one.view(np.uint32) != two.view(np.uint32)).sum())
+        assert one.shape == two.shape and one.dtype == two.dtype
+        word = np.dtype(f"u{one.itemsize}")
+        unequal = int((one.view(word) != two.view(word)).sum())
         _, op, name = key.split("/", 2)
         rows.append((op, name, one.size, unequal))
     return tally(rows)

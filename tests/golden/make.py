@@ -319,15 +319,15 @@ def digest(module: Any, pool: Any) -> dict[str, NDArray[Any]]:
     """Widths around a vector, an index that is not zero, stored keys and values, panels."""
     rows, keys = 3, digest_keys(400)
     sources = [hashed(140 + width, rows, width, binades=40) for width in (1, 8, 13, 203)]
-    out = np.zeros((rows, 6), np.uint64)
+    out, stored_out = np.zeros((rows, 6), np.uint64), np.zeros((rows, 6), np.uint64)
     module.Digest(pool, sources, [0, 0, 64, 100], [0, 1, 2, 3], keys, out).run(rows)
     k, v = hashed(150, 3, 2, HEAD_DIM, 32), hashed(151, 3, 2, 32, HEAD_DIM)
     table, slots = np.array([[2, 0], [1, 1]], np.int32), np.array([0, 0, 1], np.int32)
     where = np.array([5, 40, 31], np.int32)
-    module.DigestKv(pool, k, v, table, slots, where, 1, 2, 48, 4, keys, out).run(rows)
+    module.DigestKv(pool, k, v, table, slots, where, 1, 2, 48, 4, keys, stored_out).run(rows)
     panels = np.zeros(11, np.uint64)
     module.digest_panels(pool, packed(hashed(152, 11, 70)), keys, 70, panels)
-    return {"out": out, "panels": panels}
+    return {"out": out + stored_out, "panels": panels}  # each writes columns of its own
 
 
 def sampling(module: Any, pool: Any, **body: str) -> dict[str, F32 | I32]:

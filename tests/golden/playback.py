@@ -27,9 +27,11 @@ import numpy as np
 __all__ = ["Player", "Recorder", "read_answers", "write_calls"]
 
 MAGIC = b"anyshard calls 1"
-OPS = ("Attention", "Embed", "GateUp", "Head", "Qkv", "Reduce", "RowLinear")
-FUNCTIONS = ("argmax", "exp_into", "gumbel_argmax", "pack_panels")
-OF_POOL = ("pack_panels",)  # functions whose first argument is the pool
+OPS = (
+    "Attention", "Digest", "DigestKv", "Embed", "GateUp", "Head", "Qkv", "Reduce", "RowLinear",
+)  # fmt: skip
+FUNCTIONS = ("argmax", "digest_panels", "exp_into", "gumbel_argmax", "pack_panels")
+OF_POOL = ("digest_panels", "pack_panels")  # functions whose first argument is the pool
 
 Handler = Callable[[str, tuple[Any, ...]], Any]
 

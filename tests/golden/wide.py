@@ -25,6 +25,7 @@ from golden.make import (
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.widen import BLOCK
+from anyshard.ops.digest import digest_keys
 from anyshard.ops.rope import rope_table
 from anyshard.ops.storage import pack_lanes, pack_q8_0
 
@@ -307,8 +308,29 @@ def packing(module: Any, pool: Any) -> Found:
     return found
 
 
+def hashes(module: Any, pool: Any) -> Found:
+    """Digests of rows of every width to 67 and of panels in every storage, as halves of words."""
+    found: Found = {}
+    keys = digest_keys(2048)
+    for width in (*range(1, 68), 1000):
+        out = np.zeros((3, 1), np.uint64)
+        module.Digest(pool, [hashed(660, 3, width, binades=40)], [width], [0], keys, out).run(3)
+        found[f"rows of {width}"] = out.view(np.int32)
+    for number, storage in enumerate(STORAGES):
+        words = np.zeros(37, np.uint64)
+        module.digest_panels(pool, weights(storage, 661 + 2 * number, 37, 96), keys, 96, words)
+        found[f"panels {storage}"] = words.view(np.int32)
+    k, v = hashed(670, 4, 3, 24, 32), hashed(671, 4, 3, 32, 24)
+    out, table = np.zeros((5, 2), np.uint64), np.array([[3, 1], [0, 2]], np.int32)
+    slots, where = np.array([0, 0, 1, 1, 0], np.int32), np.array([0, 63, 31, 32, 7], np.int32)
+    module.DigestKv(pool, k, v, table, slots, where, 1, 3, 72, 0, keys, out).run(5)
+    found["keys and values"] = out.view(np.int32)
+    return found
+
+
 SETS = {
     "attention": attentions,
+    "digest": hashes,
     "embed": embeds,
     "every_row": every_row,
     "functions": functions,

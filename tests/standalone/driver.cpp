@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "digest_op.h"
 #include "ops.h"
 #include "pack.h"
 
@@ -260,6 +261,17 @@ Best run(Call& call, Pool& pool) {
                                     c.object(), c.integer(), c.object(), c.object(),
                                     c.object(), c.object(),  c.object(), c.small()};
     Head(pool, arguments).run(c.small());
+  } else if (name == "Digest") {
+    Digest op{pool, c.objects(), c.integers(), c.integers(), c.object(), c.object()};
+    op.run(c.small());
+  } else if (name == "DigestKv") {
+    const DigestKv::Arguments arguments{c.object(),  c.object(),  c.object(),  c.object(),
+                                        c.object(),  c.integer(), c.integer(), c.integer(),
+                                        c.integer(), c.object(),  c.object()};
+    DigestKv(pool, arguments).run(c.small());
+  } else if (name == "digest_panels") {
+    DigestPanels op{pool, c.object(), c.object(), c.integer(), c.object()};
+    op.run();
   } else {
     throw std::runtime_error("there is no op '" + name + "'");
   }

@@ -15,7 +15,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 void bind_shm(nb::module_& m);     // shm.cpp
-void bind_digest(nb::module_& m);  // digest_op.cpp
+void bind_digest(nb::module_& m);  // digest_bindings.cpp
 
 namespace anyshard {
 namespace {
