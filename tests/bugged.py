@@ -11,7 +11,8 @@ import planted
 
 from anyshard import worker
 from anyshard.cli import main
+from anyshard.verify.naive import rank_body
 
 if __name__ == "__main__":
-    setattr(worker, "rank_main", planted.rank_body(getattr(planted, sys.argv[1])))  # noqa: B010
+    setattr(worker, "rank_main", rank_body(getattr(planted, sys.argv[1])))  # noqa: B010
     sys.exit(main(sys.argv[2:]))

@@ -99,13 +99,13 @@ def recorded(name: str, cell: Cell, *, rank_body: RankMain = rank_main) -> list[
             want_logits=True,
         )
     ]
-    if cell.place != "alone":
+    if cell.batch > 1:
         requests += [
             Request(prompt=hashed_tokens(3 + 7 * i, served.config.vocab, seed=i), max_tokens=2 + i)
             for i in range(4)
         ]
     pages = len(requests) * 3
-    group = open_group(served, rank_body, forked=cell.comm != "threads")
+    group = open_group(served, rank_body, forked=cell.comm in ("shm", "torch"))
     try:
         engine = Engine(
             group,
@@ -166,8 +166,8 @@ def cells(name: str) -> list[Cell]:
         *(cell(tp=tp, pp=pp, chunk=chunk) for tp in widths for pp in deep for chunk in (7, 64)),
         cell(threads=2, chunk=32),
         cell(tp=2, threads=2, pp=2),
-        cell(place="first", chunk=5, tp=min(3, heads)),
-        cell(place="last", pp=2),
+        cell(batch=5, place="first", chunk=5, tp=min(3, heads)),
+        cell(batch=5, place="last", pp=2),
         cell(shuffled=True, poison=True, tp=2, chunk=9),
         cell(kernels="scalar", tp=2),
         cell(kernels="reference", tp=2, pp=2, prompt_tokens=5, num_tokens=2),
@@ -211,8 +211,8 @@ def test_forked_ranks_record_the_same(split: Cell) -> None:
 
 
 def test_every_request_of_a_batch_has_a_record_of_its_own() -> None:
-    batch = recorded("adversarial-9-3", cell(place="first", chunk=6))
-    other = recorded("adversarial-9-3", cell(place="last", tp=2, pp=2, chunk=64))
+    batch = recorded("adversarial-9-3", cell(batch=5, place="first", chunk=6))
+    other = recorded("adversarial-9-3", cell(batch=5, place="last", tp=2, pp=2, chunk=64))
     assert len(batch) == len(other) == 5
     for one, two in zip(batch, other, strict=True):
         assert compare_records(one, two).equal
