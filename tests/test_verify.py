@@ -122,6 +122,8 @@ def test_a_planted_bug_ends_in_exit_4_and_shows_where(
     found = wide["first_divergence"]
     assert found["position"] == 0, "the bug is in every row"
     assert float.fromhex(found["cell"]) != float.fromhex(found["unsplit"])
+    assert found["where"].startswith("layers.0.")
+    assert " on rank 0 (tp 0, stage 0), position 0: " in found["where"], found["where"]
     shown = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2")
     assert shown.code == 4
     assert "1 of 2 cells DIFFER; 1 of 2 cells equal" in shown.out

@@ -13,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from anyshard import __version__
+from anyshard.cli.correctness import Against, tell_accuracy
 from anyshard.cli.flags import SplitFlags, in_range
 from anyshard.cli.memory import memory_need, size_text
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
@@ -26,6 +28,7 @@ from anyshard.cli.screen import Bar
 from anyshard.errors import DifferenceFound, LayoutError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:
+    from anyshard.checkpoint import Checkpoint
     from anyshard.launcher import RankGroup
     from anyshard.ops import KernelChoice
     from anyshard.verify.cells import Cell, Model
@@ -126,6 +129,7 @@ def verify(
     prompt_tokens: int | None = None,
     tokens: int = 8,
     in_process: Annotated[bool, Parameter(negative="")] = False,
+    against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     report: Path | None = None,
 ) -> int:
@@ -144,11 +148,22 @@ def verify(
         Decode steps after the prompt, one token each.
     in_process
         Run ranks as threads of this process instead of forked processes.
+    against
+        Measure another thing instead: how far logits and ops are from float64, by themselves
+        (float64) or beside HF transformers in float32 (hf). Exit code 4 if HF is twice as near.
     json_output
         Print one JSON object with every cell, and nothing else.
     report
         Write a self-contained HTML page here.
     """
+    if against is not None:
+        used = [name for name, is_used in (
+            ("--report", report is not None), ("--in-process", in_process),
+            ("--prompt-tokens", prompt_tokens is not None), ("a grid", cells != GridFlags()),
+        ) if is_used]  # fmt: skip
+        if used:
+            raise OptionError(f"--against {against} runs no cells, so {used[0]} has no place there")
+        return tell_accuracy(model, against, as_json=json_output)
     run = _Verify(model, cells, prompt_tokens, tokens, in_process, json_output, report)
     return run.run()
 
@@ -185,7 +200,7 @@ class _Verify:
         self._admit(opened, model, request, cells)
         with rank_group(opened, body=rank_of_any_order) as loading:
             wait_loaded(loading, limit=request.prompt_tokens + request.decode_tokens + 1)
-            report = self._compare(loading.group, model, request, cells, skipped)
+            report = self._compare(loading.group, opened.checkpoint, model, request, cells, skipped)
         self._tell(report)
         return 0 if report.equal else DifferenceFound.exit_code
 
@@ -260,6 +275,7 @@ class _Verify:
     def _compare(
         self,
         group: RankGroup,
+        checkpoint: Checkpoint,
         model: Model,
         request: RequestShape,
         cells: list[Cell],
@@ -267,7 +283,11 @@ class _Verify:
     ) -> Report:
         """Run them behind a bar; without one, print each row as it comes."""
         from anyshard.verify.check import Checker
+        from anyshard.verify.divergence import cell_divergence
+        from anyshard.verify.driver import served
         from anyshard.verify.report import Report
+
+        image = cache(lambda: served(checkpoint))  # for the replay, which is seldom wanted
 
         start, date, done = time.monotonic(), time.strftime("%F %H:%M UTC", time.gmtime()), 0
         with Bar("comparing") as bar:
@@ -277,7 +297,12 @@ class _Verify:
                 done += 1
                 bar.update(done, total)
 
-            checker = Checker(group, model, request, on_step=step)
+            def explain(cell: Cell) -> str:
+                bar.update(done, total, f"replaying {cell.name}")
+                found = cell_divergence(image(), group, model, cell, epochs=checker.epochs)
+                return "it did not repeat" if found is None else found.sentence()
+
+            checker = Checker(group, model, request, explain=explain, on_step=step)
             total = checker.steps(cells)
             results: list[CellResult] = []
             table = _Table(cells, live=not (self.as_json or bar.shown))

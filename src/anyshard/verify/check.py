@@ -15,6 +15,7 @@ A cell that only places work (pages, bodies, wires) has no order to change.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -40,7 +41,7 @@ __all__ = [
 
 Verdict = Literal["equal", "vacuous", "differs"]
 #: Names where a cell first parts from the unsplit run; `position` is the first whose logits do.
-Explain = Callable[[Cell, int], str]
+Explain = Callable[[Cell], str]
 
 WITNESS_PROMPT = 70  # tokens of a witness run: three blocks of keys, whatever the cell itself runs
 WITNESS_TOKENS = 4
@@ -162,7 +163,8 @@ def witness_cells(cell: Cell) -> dict[Axis, Cell]:
 class Checker:
     """Runs cells of one model in one loaded group, an epoch each; unsplit runs only once.
 
-    explain: asked where a cell parts from the unsplit run, once for each cell that differs.
+    explain: asked where a cell parts from the unsplit run, once for each cell that differs. epochs:
+    the numbers left for other runs of the group.
     on_step: called after every run.
     """
 
@@ -176,7 +178,7 @@ class Checker:
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.group, self.model, self.request, self.explain = group, model, request, explain
-        self._on_step, self._epoch = on_step, 0
+        self._on_step, self.epochs = on_step, itertools.count(1)
         self._unsplit: dict[Cell, Outcome] = {}
         self._forced: dict[tuple[Order, Cell], F32] = {}
         self._witness: dict[Cell, float] = {}
@@ -228,8 +230,7 @@ class Checker:
         return self.request.of(cell, self.model.config.vocab)
 
     def _run(self, cell: Cell) -> Outcome:
-        self._epoch += 1
-        outcome = run_cell(self.group, self.model, cell, epoch=self._epoch)
+        outcome = run_cell(self.group, self.model, cell, epoch=next(self.epochs))
         self._on_step()
         return outcome
 
@@ -282,7 +283,7 @@ class Checker:
             token_id=token_id,
             unsplit=float(whole.logits[row, token_id]).hex(),
             cell=float(outcome.logits[row, token_id]).hex(),
-            where=None if self.explain is None else self.explain(cell, position),
+            where=None if self.explain is None else self.explain(cell),
         )
 
     def _measure(self, part: Cell) -> float:
@@ -298,9 +299,9 @@ class Checker:
         known = self._forced.get((order, cell))
         if known is not None:
             return known
-        self._epoch += 1
         tokens = hashed_tokens(cell.num_tokens, self.model.config.vocab, seed=0)
-        found = forced_logits(self.group, self.model, cell, tokens, order=order, epoch=self._epoch)
+        epoch = next(self.epochs)
+        found = forced_logits(self.group, self.model, cell, tokens, order=order, epoch=epoch)
         if cell.axis == "base":  # many cells are held against it
             self._forced[order, cell] = found
         return found

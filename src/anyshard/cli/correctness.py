@@ -1,0 +1,35 @@
+"""`anyshard verify --against`: how far the arithmetic is from float64, and whether HF is nearer.
+
+Knows flags and what a terminal shows; what is measured is `anyshard.accuracy`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from anyshard.cli.machine import read_memory
+from anyshard.cli.screen import Bar
+from anyshard.errors import DifferenceFound
+
+__all__ = ["Against", "tell_accuracy"]
+
+Against = Literal["float64", "hf"]
+
+
+def tell_accuracy(model: str | None, against: Against, *, as_json: bool) -> int:
+    """Measure, print the tables or the JSON; exit code 4 if HF is over twice as near.
+
+    Raises: UserError, for what cannot be measured.
+    """
+    from anyshard.accuracy import as_text, measure
+
+    memory = read_memory()
+    with Bar("against float64") as bar:
+        report = measure(
+            model,
+            against=against,
+            progress=bar.update,
+            free_bytes=None if memory is None else memory[1],
+        )
+    print(report.to_json().decode() if as_json else as_text(report))
+    return DifferenceFound.exit_code if report.passed is False else 0
