@@ -2,7 +2,8 @@
 
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
-figures and what is of one machine, which is how CI keeps the transcripts true.
+figures and what is of one machine, which is how CI keeps the transcripts true. `--accuracy` measures
+the tables between the `accuracy` marks of README.md again (minutes; needs the `verify` extra).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "verify.md", ROOT / "docs" / "compare.md")
+ACCURACY = ("<!-- accuracy: scripts/readme.py --accuracy -->", "<!-- /accuracy -->")
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,
 # kernel body, threads, the note on cores; version, date and CPU of a record
@@ -52,7 +54,22 @@ def masked(text: str) -> str:
     return MEASURED.sub("#", text)
 
 
+def write_accuracy() -> int:
+    """The demo model beside float64 and HF, as README.md shows it."""
+    from anyshard.accuracy import as_markdown, measure
+
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(ACCURACY[0])
+    after = rest.split(ACCURACY[1])[1]
+    tables = as_markdown(measure(None, against="hf"))
+    page.write_text(f"{before}{ACCURACY[0]}\n{tables}\n{ACCURACY[1]}{after}", encoding="utf-8")
+    return 0
+
+
 def main() -> int:
+    if "--accuracy" in sys.argv:
+        return write_accuracy()
     return max(transcripts(page, check="--check" in sys.argv) for page in PAGES)
 
 
