@@ -2,8 +2,8 @@
 
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
-figures and what is of one machine, which is how CI keeps the transcripts true. `--accuracy` measures
-the tables between the `accuracy` marks of README.md again (minutes; needs the `verify` extra).
+figures and what is of one machine, which is how CI keeps the transcripts true. `--accuracy`
+measures the tables between the `accuracy` marks of README.md again (minutes; needs torch).
 """
 
 from __future__ import annotations
