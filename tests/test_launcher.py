@@ -445,3 +445,29 @@ def test_temporary_names_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with launched() as handle:
         front = begin(handle)
         front.wait_result(front.send_frame(FINE))
+
+
+class MustNotDieElsewhere:
+    """As an object of torch, whose finaliser waits for threads that a fork does not copy."""
+
+    def __init__(self) -> None:
+        self.owner, self.itself = os.getpid(), self  # a cycle: only a collection finds it
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os.abort()
+
+
+def test_garbage_of_the_front_is_not_finalised_in_the_launcher() -> None:
+    gc.disable()
+    try:
+        MustNotDieElsewhere()
+        group = fork_launcher(lambda progress: (None, b"loaded"), lambda seat: None)
+        try:
+            assert group.wait_loaded() == b"loaded"
+            time.sleep(0.2)  # it collects once it has said so
+            group.poll()
+        finally:
+            group.close()
+    finally:
+        gc.enable()
