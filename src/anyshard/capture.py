@@ -13,7 +13,8 @@ its layers), `table` (token, position, slot as this rank has them), `hop_out`, `
 [D]; of the layer: `x_in`, `q`, `keys`, `values` [J, G, d], `attention`, `ffn`, `x_o`, `x_down`,
 and for o and down `nodes_*` [n, D] after the linear, `published_*` as the exchange began,
 `received_*_<tp>` as it ended and `read_*_<tp>` once the reduce was over; of a sampled row
-`x_head`, `logits` [V], `published_logits`, `received_logits_<tp>`, `gathered`.
+`x_head`, `logits` [V], `published_logits`, `received_logits_<tp>`, `gathered`; where nobody wants
+logits, `pair` (value and bits of the id of this rank's best one, as it is sent).
 """
 
 from __future__ import annotations
@@ -257,13 +258,17 @@ class Tap:
         op, parity = self.op, exchange.parity
         wanted = self.detailed and len(self.index) > 0
         nodes = wanted and name == "nodes" and op is not None and op.layer == self.capture.layer
-        logits = wanted and name == "logits" and len(self.places) > 0
+        drawn = wanted and len(self.places) > 0
+        logits = drawn and name == "logits"
         if nodes:
             assert op is not None
             kind = NODES[op.kind]
             self._keep_nodes(f"published_{kind}", exchange.send_buffer(parity))
         if logits:
             self._keep_shard("published_logits", exchange.send_buffer(parity))
+        if drawn and name == "pairs":
+            place = 2 * int(self.places[0])
+            self.found["pair"] = exchange.send_buffer(parity)[place : place + 2].copy()
         run()
         self.gathered |= name == "logits" and len(self.places) > 0
         if nodes:

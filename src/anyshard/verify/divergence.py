@@ -249,6 +249,44 @@ def _first_target(suspect: Run, truth: Run) -> Target | Divergence | None:
 
 def _other_token(run: Run, position: int, found: int, right: int) -> Divergence:
     """The frames differ: all logits were equal, and another token was drawn from them."""
+    return _wrong_pair(run, position - 1) or _wrong_draw(run, position, found, right)
+
+
+def _wrong_pair(run: Run, position: int) -> Divergence | None:
+    """The rank that sent another (value, id) than that of its best logit, if pairs were sent."""
+    layout = run.layout
+    captures = _detail(run, Target(position=position, layer=layout.layers[-1][1] - 1))
+    for tp_index, (start, stop) in enumerate(layout.vocab):
+        rank = layout.sampler + tp_index
+        pair, logits = captures[rank].get("pair"), captures[rank].get("logits")
+        if pair is None or logits is None or stop == start:
+            continue
+        best = int(np.argmax(logits))
+        found, right = int(pair[1:].view(np.int32)[0]), start + best
+        same_value = _same(pair[:1], logits[best : best + 1])
+        if found == right and same_value:
+            continue
+        return Divergence(
+            op="sample",
+            rank=rank,
+            stage=layout.pp - 1,
+            tp_index=tp_index,
+            position=position,
+            what="pair",
+            place=f"{'id' if same_value else 'value'} of its best logit",
+            index=(int(same_value),),
+            expected=np.float32(right) if same_value else logits[best],
+            found=np.float32(found) if same_value else pair[0],
+            differing=1 + (found != right and not same_value),
+            elements=2,
+            ulp=None,
+            note=f"its best logit is that of vocabulary id {right}, it sent id {found}",
+        )
+    return None
+
+
+def _wrong_draw(run: Run, position: int, found: int, right: int) -> Divergence:
+    """The sampler drew another token from the right logits."""
     rank = run.layout.sampler
     stage, tp_index = run.layout.coordinates(rank)
     return Divergence(
