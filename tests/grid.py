@@ -20,8 +20,8 @@ from typing import cast
 
 import models
 import msgspec
+import mutants
 import numpy as np
-import planted
 from numpy.typing import NDArray
 
 from anyshard.checkpoint import WeightImage, open_checkpoint
@@ -170,9 +170,9 @@ def baseline(model: Loaded, cell: Cell | None = None) -> Outcome:
 
 
 PLANTED: dict[Axis, type[Worker]] = {
-    "comm": planted.StaleExchange,
-    "body": planted.LostLane,
-    "pages": planted.PageReadTwice,
+    "comm": mutants.StaleExchange,
+    "body": mutants.LostLane,
+    "pages": mutants.PageReadTwice,
 }
 
 

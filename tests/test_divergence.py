@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import mutants
 import numpy as np
-import planted
 import pytest
 from divergences import A9, A14, FAMILIES, diverges, family, named, short
 from grid import Loaded, run_cell, the_model
@@ -151,10 +151,10 @@ EVERY = [short(tp=2), short(tp=3), short(tp=3, pp=2), short(tp=2, chunk=7)]
 @pytest.mark.parametrize(
     ("bug", "op", "what"),
     [
-        (planted.BiasPerRank, "layers.0.o_proj", "node"),
-        (planted.MissingNode, "layers.0.reduce_o", "residual"),
-        (planted.StaleExchange, "layers.0.reduce_o", "residual"),
-        (planted.LostLane, "layers.0.gate_up", "ffn"),
+        (mutants.BiasPerRank, "layers.0.o_proj", "node"),
+        (mutants.MissingNode, "layers.0.reduce_o", "residual"),
+        (mutants.StaleExchange, "layers.0.reduce_o", "residual"),
+        (mutants.LostLane, "layers.0.gate_up", "ffn"),
         (naive.NaiveTp, "layers.0.qkv", "q"),
     ],
 )
@@ -170,12 +170,12 @@ def test_a_bug_of_every_rank_is_named_on_the_first(
 @pytest.mark.parametrize(
     ("bug", "cell", "note"),
     [
-        (planted.BiasPerRank, short(tp=2), "the bias added"),
-        (planted.MissingNode, short(tp=3), "without node ["),
-        (planted.SwappedMerge, short(tp=3), "a merge of node ["),
-        (planted.ChunkEdge, short(chunk=20), "all keys but its own"),
-        (planted.PageReadTwice, short(), "the row of position 32: the wrong page"),
-        (planted.PositionReset, short(pp=2), "row table has token"),
+        (mutants.BiasPerRank, short(tp=2), "the bias added"),
+        (mutants.MissingNode, short(tp=3), "without node ["),
+        (mutants.SwappedMerge, short(tp=3), "a merge of node ["),
+        (mutants.ChunkEdge, short(chunk=20), "all keys but its own"),
+        (mutants.PageReadTwice, short(), "the row of position 32: the wrong page"),
+        (mutants.PositionReset, short(pp=2), "row table has token"),
     ],
 )
 def test_what_a_value_is_equal_to_is_said(
@@ -188,21 +188,21 @@ def test_what_a_value_is_equal_to_is_said(
 @pytest.mark.parametrize(
     ("name", "bug", "cell", "op", "rank", "position"),
     [
-        (A9, planted.SwappedMerge, short(tp=3), "layers.0.reduce_o", 0, 0),
-        (A14, planted.SwappedMerge, short(tp=3, pp=2), "layers.0.reduce_o", 0, 0),
-        (A9, planted.WrongKvHead, short(tp=2), "layers.0.attention", 1, 0),
-        (A9, planted.WrongKvHead, short(tp=2, chunk=7), "layers.0.attention", 1, 0),
-        (A14, planted.WrongKvHead, short(tp=3), "layers.0.attention", 1, 0),
-        (A9, planted.PositionReset, short(pp=2), "layers.2.qkv", 1, 40),
-        (A9, planted.PositionReset, short(tp=3, pp=2, chunk=39), "layers.2.qkv", 3, 39),
-        (A9, planted.ChunkEdge, short(tp=2, chunk=20), "layers.0.attention", 0, 20),
-        (A9, planted.ChunkEdge, short(tp=3, pp=2, chunk=20), "layers.0.attention", 0, 20),
-        (A9, planted.PageReadTwice, short(tp=2), "layers.0.attention", 0, 40),
-        (A9, planted.Unmasked, short(poison=True, tp=2), "layers.0.attention", 0, 32),
+        (A9, mutants.SwappedMerge, short(tp=3), "layers.0.reduce_o", 0, 0),
+        (A14, mutants.SwappedMerge, short(tp=3, pp=2), "layers.0.reduce_o", 0, 0),
+        (A9, mutants.WrongKvHead, short(tp=2), "layers.0.attention", 1, 0),
+        (A9, mutants.WrongKvHead, short(tp=2, chunk=7), "layers.0.attention", 1, 0),
+        (A14, mutants.WrongKvHead, short(tp=3), "layers.0.attention", 1, 0),
+        (A9, mutants.PositionReset, short(pp=2), "layers.2.qkv", 1, 40),
+        (A9, mutants.PositionReset, short(tp=3, pp=2, chunk=39), "layers.2.qkv", 3, 39),
+        (A9, mutants.ChunkEdge, short(tp=2, chunk=20), "layers.0.attention", 0, 20),
+        (A9, mutants.ChunkEdge, short(tp=3, pp=2, chunk=20), "layers.0.attention", 0, 20),
+        (A9, mutants.PageReadTwice, short(tp=2), "layers.0.attention", 0, 40),
+        (A9, mutants.Unmasked, short(poison=True, tp=2), "layers.0.attention", 0, 32),
         (A9, naive.NaivePp, short(tp=2, pp=2), "send", 0, 0),
         (A9, naive.NaiveChunk, short(chunk=20), "layers.0.attention", 0, 0),
-        ("qwen2", planted.TiedHeadMissing, short(pp=2, prompt_tokens=5), "head", 1, 4),
-        ("qwen2", planted.TiedHeadMissing, short(tp=2, pp=2, prompt_tokens=5), "head", 2, 4),
+        ("qwen2", mutants.TiedHeadMissing, short(pp=2, prompt_tokens=5), "head", 1, 4),
+        ("qwen2", mutants.TiedHeadMissing, short(tp=2, pp=2, prompt_tokens=5), "head", 2, 4),
     ],
 )
 def test_a_bug_with_a_place_is_named_there(
@@ -222,7 +222,7 @@ def test_a_bug_with_a_place_is_named_there(
 )
 def test_ranks_that_are_processes_are_looked_at_too(comm: Any, op: str, what: str) -> None:
     """Over Gloo that bug leaves an exchange out: nothing is published."""
-    found = diverges(the_model(A9), short(tp=2, comm=comm), rank_body(planted.StaleExchange))
+    found = diverges(the_model(A9), short(tp=2, comm=comm), rank_body(mutants.StaleExchange))
     assert named(found) == (op, 0, what)
     assert found is not None and (found.found is None) == (comm == "torch")
     assert comm != "torch" or "nothing where" in found.sentence()
@@ -232,7 +232,7 @@ def test_ranks_that_are_processes_are_looked_at_too(comm: Any, op: str, what: st
 def test_one_loaded_group_runs_the_cell_and_its_unsplit_run() -> None:
     """As `verify` does: the bug shows where a rank begins inside a KV group, so not unsplit."""
     model, epochs = the_model(A9), itertools.count(1)
-    group = open_group(model.served, rank_body(planted.WrongKvHead), forked=True)
+    group = open_group(model.served, rank_body(mutants.WrongKvHead), forked=True)
     try:
         found = cell_divergence(model.served, group, model, short(tp=2), epochs=epochs)
         assert named(found) == ("layers.0.attention", 1, "attention")
@@ -243,12 +243,12 @@ def test_one_loaded_group_runs_the_cell_and_its_unsplit_run() -> None:
 
 def test_what_recorded_digests_say_is_where_the_search_begins() -> None:
     """One owner hashes a residual, so a digest may be late by layers, or name a later op."""
-    cell, bug = short(tp=2), rank_body(planted.WrongKvHead)
+    cell, bug = short(tp=2), rank_body(mutants.WrongKvHead)
     for layer in (0, 1, 2):
         found = diverges(the_model(A9), cell, bug, at=Target(position=0, layer=layer))
         assert named(found) == ("layers.0.attention", 1, "attention")
     late, at = short(pp=2), Target(position=3, layer=0)  # where nothing is wrong
-    found = diverges(the_model(A9), late, rank_body(planted.PositionReset), at=at)
+    found = diverges(the_model(A9), late, rank_body(mutants.PositionReset), at=at)
     assert named(found) == ("layers.2.qkv", 1, "q")
 
 
@@ -258,7 +258,7 @@ def test_what_recorded_digests_say_is_where_the_search_begins() -> None:
 def test_the_unsplit_run_is_held_against_the_reference_too() -> None:
     """A fault that both runs share is no difference between them, but it is one from the replay."""
     model, at = the_model(A9), Target(position=0, layer=0)
-    group = open_group(model.served, rank_body(planted.LostLane), forked=False)
+    group = open_group(model.served, rank_body(mutants.LostLane), forked=False)
     run = cell_run(group, model, short().unsplit(), epochs=itertools.count(1))
     found = first_divergence(model.served, run, run, at=at)
     group.close()
@@ -267,7 +267,7 @@ def test_the_unsplit_run_is_held_against_the_reference_too() -> None:
 
 
 def test_values_are_said_in_hex() -> None:
-    found = diverges(the_model(A9), short(tp=3), rank_body(planted.SwappedMerge))
+    found = diverges(the_model(A9), short(tp=3), rank_body(mutants.SwappedMerge))
     assert found is not None and found.found is not None
     record = found.record()
     assert msgspec.json.decode(msgspec.json.encode(record)) == record

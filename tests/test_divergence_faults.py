@@ -1,92 +1,36 @@
 """Faults of one rank, each named by its op and its rank: a weight, a row, a buffer, a hop.
 
-The bugs here have no other home: each is one mistake of one rank, which the grid would only see
-as another digest.
+Each is one mistake of one rank, which the grid would only see as another digest. Those that stand
+for a public bug are in tests/mutants; the others have no other home.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import mutants
 import numpy as np
-import planted
 import pytest
 from divergences import A9, A14, Bound, diverges, family, named, short
 from grid import Loaded, run_cell, the_model
+from mutants.catalogue import bug, shows
+from mutants.scoreboard import rerun, score
+from mutants.weights import HIGH_BIT, altered, flip
 from test_stored import HELD
 
 from anyshard.binder import Binder
-from anyshard.capture import Capture
-from anyshard.checkpoint import WeightImage
-from anyshard.comm.control import Frame
 from anyshard.config import ModelConfig
-from anyshard.launcher import RankMain, Seat
 from anyshard.model import Op, Weight, program
-from anyshard.ops.storage import Panels
 from anyshard.verify.cells import Cell
-from anyshard.verify.divergence import Divergence, Run, first_divergence
-from anyshard.verify.driver import Driver
 from anyshard.verify.naive import rank_body
 from anyshard.verify.points import Target
 from anyshard.verify.prompt import hashed_tokens
-from anyshard.worker import Served, Worker, rank_main
+from anyshard.worker import Worker, rank_main
 
 # --- weights ------------------------------------------------------------------------------------
 
 
-class AlteredImage:
-    """The image of one rank that has mapped another byte of one tensor."""
-
-    def __init__(self, image: WeightImage, name: str, change: Callable[[Any], None]) -> None:
-        self._image, self.directory, self.storage = image, image.directory, image.storage
-        self._name, self._change = name, change
-
-    def _altered(self, name: str, values: Any) -> Any:
-        if name == self._name:
-            values = values.copy()
-            self._change(values)
-        return values
-
-    def panels(self, name: str) -> Panels:
-        return cast(Panels, self._altered(name, self._image.panels(name)))
-
-    def vector(self, name: str) -> Any:
-        return self._altered(name, self._image.vector(name))
-
-
-def altered(name: str, change: Callable[[Any], None], *, rank: int) -> RankMain:
-    """A rank body in which `rank` has another weight."""
-
-    def body(seat: Seat) -> None:
-        state = seat.state
-        assert isinstance(state, Served)
-        if seat.rank == rank:
-            image = cast(WeightImage, AlteredImage(state.image, name, change))
-            seat = replace(seat, state=replace(state, image=image))
-        rank_main(seat)
-
-    return body
-
-
-def flip(row: int, column: int, bit: int) -> Callable[[Any], None]:
-    """Flip a bit of weight [row, column]; for Q8_0, of its code."""
-
-    def change(panels: Any) -> None:
-        if panels.dtype == np.uint8:
-            place = (column % 32 // 4) * 64 + row % 16 * 4 + column % 4
-            panels[row // 16, column // 32, place] ^= np.uint8(1 << min(bit, 6))
-            return
-        bits = panels.view(f"u{panels.itemsize}")
-        bits[row // 8, column, row % 8] ^= bits.dtype.type(1 << bit)
-
-    return change
-
-
-HIGH_BIT = {"float32": 22, "bfloat16": 6, "float16": 9, "q8_0": 6}  # of the mantissa, of the code
 KIND_OF = {
     **{"q": "qkv", "k": "qkv", "v": "qkv", "o": "o_proj", "gate": "gate_up", "up": "gate_up"},
     **{"down": "down_proj", "head": "head", "embed": "embed"},
@@ -208,73 +152,15 @@ def test_a_wrong_vector_on_one_rank_is_named(
 # --- rows, buffers and hops ---------------------------------------------------------------------
 
 
-def forced(model: Loaded, body: RankMain, steps: Callable[[Driver], None], **split: int) -> Run:
-    """Frames by hand, as a Run of slot 0."""
-    size = {"max_model_len": 64, "rows_max": 16}
-
-    def start(capture: Capture) -> None:
-        with Driver(model.served, rank_body=body, capture=capture, **split, **size) as driver:
-            steps(driver)
-            driver.statuses()
-
-    layout = replace(short(), **split).layout(model)
-    return Run(layout, 0, start)
-
-
-def rerun(model: Loaded, body: RankMain, **split: int) -> Divergence | None:
-    """Twelve tokens, then others from position 4 on, nine in all; then one more."""
-    longer, shorter = model.prompt[:12], model.prompt[20:26]
-
-    def twice(driver: Driver) -> None:
-        driver.logits(longer)
-        driver.logits(shorter[:5], start=4)
-        driver.logits(shorter[5:], start=9)
-
-    def once(driver: Driver) -> None:
-        driver.logits([*longer[:4], *shorter])
-
-    suspect = forced(model, body, twice, **split)
-    return first_divergence(model.served, suspect, forced(model, rank_main, once))
-
-
-class StaleRow(Worker):
-    """After the second frame, the first frame's value row of position 5 is put back in layer 1."""
-
-    frames = 0
-
-    def step(self, frame: Frame) -> None:
-        if self.program.tp_index == 1:
-            values = self.kv.values(1) if self.kv.layers[0] <= 1 < self.kv.layers[1] else None
-            if values is not None and self.frames == 1:
-                old = values[0, :, 5].copy()
-            super().step(frame)
-            if values is not None and self.frames == 1:
-                values[0, :, 5] = old
-        else:
-            super().step(frame)
-        self.frames += 1
-
-
-class LongerThanItIs(planted.ChunkEdge):
-    """Attention reads up to the longest length that the slot ever had."""
-
-    longest = 0
-
-    def _take(self, frame: Frame) -> None:
-        super()._take(frame)
-        rows = len(frame.rows)
-        self.seen[:rows] = np.maximum(self.positions[:rows], self.longest)
-        self.longest = max(self.longest, int(self.positions[:rows].max()))
-
-
 def test_stale_row_after_a_shorter_rerun() -> None:
     for name in (A9, A14):
-        assert rerun(the_model(name), rank_main, tp=2) is None
-        found = rerun(the_model(name), rank_body(StaleRow), tp=2)
+        model, cell = the_model(name), short(tp=2)
+        assert rerun(model, cell, rank_main) == (False, None)
+        _, found = rerun(model, cell, rank_body(mutants.StaleRow))
         assert named(found) == ("layers.1.attention", 1, "value")
         assert found is not None and (found.position, found.kv_position) == (9, 5)
         assert found.note.startswith("a stale row")
-        found = rerun(the_model(name), rank_body(LongerThanItIs), tp=2)
+        _, found = rerun(model, cell, rank_body(mutants.LongerThanItIs))
         assert named(found) == ("layers.0.attention", 0, "attention")
         assert found is not None and found.position == 4
 
@@ -314,45 +200,11 @@ def test_a_row_that_was_stored_wrong_is_named_where_it_was_stored() -> None:
     assert found is not None and found.position == 3
 
 
-class Overwritten(Binder):
-    """A rank's buffer of o_proj is written again before its peers have read it, or sent it."""
-
-    when = "after"
-
-    def _gather_o(self, op: Op) -> Bound:
-        gather, nodes, mine = super()._gather(op), self.nodes, self.w.program.tp_index == 1
-        buffer = nodes.send_buffer(self.parity)
-        before = self.when == "before"
-
-        def run(rows: int) -> None:
-            if mine and before:
-                buffer[:8] += 1
-            gather(rows)
-            if mine and not before:
-                buffer[:8] += 1
-            elif not before:
-                time.sleep(0.01)
-
-        return run
-
-
-class OverwrittenAfter(Worker):
-    """See Overwritten."""
-
-    binder_type: type[Binder] = Overwritten
-
-
-class OverwrittenBefore(Worker):
-    """See Overwritten."""
-
-    binder_type: type[Binder] = type("Before", (Overwritten,), {"when": "before"})
-
-
 @pytest.mark.parametrize(
     ("bug", "note"),
     [
-        (OverwrittenAfter, "before every rank had read it"),
-        (OverwrittenBefore, "before it was sent"),
+        (mutants.OverwrittenAfter, "before every rank had read it"),
+        (mutants.OverwrittenBefore, "before it was sent"),
     ],
 )
 @pytest.mark.parametrize("tp", [2, 3])
@@ -439,3 +291,21 @@ def test_gathered_logits_and_drawn_tokens() -> None:
         found = diverges(the_model(A9), short(tp=2, pp=2), rank_body(WrongGather), at=at)
         assert named(found) == ("gather_logits", 2, "logit")
         assert found is not None and found.position == 39
+
+
+class WrongPair(Worker):
+    """TP index 1 sends a value that is not its best logit's, and wins with it."""
+
+    def _best_here(self, index: int) -> Any:
+        best = super()._best_here(index)
+        if self.program.tp_index == 1:
+            best[0] += 1000
+        return best
+
+
+def test_a_wrong_pair_is_named_by_the_rank_that_sent_it() -> None:
+    """Where nobody wants logits, only (value, id) of each rank's best one travel."""
+    exhibit = shows(A9, "sample", 3, tp=2, pp=2, prompt_logits=0)
+    row = score(bug("value", "", ("", ""), WrongPair, exhibit, scenario="pairs"), exhibit)
+    assert (row.op, row.rank, row.verdict) == ("sample", 3, "right")
+    assert ": value of its best logit: " in row.sentence

@@ -1,6 +1,6 @@
 """Recorded runs: equal digests on every layout, bugs named by their op, files that are checked.
 
-Bugs are those of tests/planted.py. The digests of a record are compared with the unsplit run's.
+Bugs are those of tests/mutants. The digests of a record are compared with the unsplit run's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import mutants
 import numpy as np
-import planted
 import pytest
 from gguf_models import write_gguf_model
 from grid import Loaded, the_model
@@ -247,17 +247,17 @@ def first_of(name: str, split: Cell, bug: type[Worker]) -> str | None:
 @pytest.mark.parametrize(
     ("split", "bug", "place"),
     [
-        (cell(tp=2), planted.BiasPerRank, "layers.0.reduce_o at 0"),
-        (cell(tp=2), planted.MissingNode, "layers.0.reduce_o at 0"),
-        (cell(tp=3), planted.MissingNode, "layers.0.reduce_o at 0"),
-        (cell(tp=3), planted.SwappedMerge, "layers.0.reduce_o at 0"),
-        (cell(tp=2), planted.WrongKvHead, "layers.0.attention at 0"),
-        (cell(tp=2), planted.StaleExchange, "layers.0.reduce_o at 0"),
+        (cell(tp=2), mutants.BiasPerRank, "layers.0.reduce_o at 0"),
+        (cell(tp=2), mutants.MissingNode, "layers.0.reduce_o at 0"),
+        (cell(tp=3), mutants.MissingNode, "layers.0.reduce_o at 0"),
+        (cell(tp=3), mutants.SwappedMerge, "layers.0.reduce_o at 0"),
+        (cell(tp=2), mutants.WrongKvHead, "layers.0.attention at 0"),
+        (cell(tp=2), mutants.StaleExchange, "layers.0.reduce_o at 0"),
         (cell(pp=3), NaivePp, "layers.1.q at 0"),
-        (cell(pp=2, chunk=20), planted.PositionReset, "layers.2.q at 20"),
-        (cell(chunk=20), planted.ChunkEdge, "layers.0.attention at 20"),
-        (cell(kernels="scalar"), planted.LostLane, "layers.0.ffn at 0"),
-        (cell(), planted.PageReadTwice, f"layers.0.attention at {PROMPT}"),
+        (cell(pp=2, chunk=20), mutants.PositionReset, "layers.2.q at 20"),
+        (cell(chunk=20), mutants.ChunkEdge, "layers.0.attention at 20"),
+        (cell(kernels="scalar"), mutants.LostLane, "layers.0.ffn at 0"),
+        (cell(), mutants.PageReadTwice, f"layers.0.attention at {PROMPT}"),
     ],
     ids=lambda value: (
         value.__name__ if isinstance(value, type) else str(getattr(value, "name", ""))
@@ -268,8 +268,8 @@ def test_a_planted_bug_is_named_by_its_op(split: Cell, bug: type[Worker], place:
 
 
 def test_a_bug_that_this_layout_hides_is_not_named() -> None:
-    assert first_of("adversarial-9-3", cell(), planted.MissingNode) is None
-    assert first_of("adversarial-9-3", cell(chunk=64), planted.ChunkEdge) is None
+    assert first_of("adversarial-9-3", cell(), mutants.MissingNode) is None
+    assert first_of("adversarial-9-3", cell(chunk=64), mutants.ChunkEdge) is None
 
 
 class OneBitBinder(Binder):
@@ -342,7 +342,7 @@ def test_a_step_that_failed_is_left_out_and_is_a_difference_to_one_that_did_not(
     """Pages full of NaN, and attention that does not mask them."""
     poisoned = cell(prompt_tokens=7, num_tokens=2, poison=True)
     right = recorded("adversarial-9-3", poisoned)[0]
-    body = rank_body(planted.Unmasked)
+    body = rank_body(mutants.Unmasked)
     failed = recorded("adversarial-9-3", poisoned, rank_body=body)[0]
     assert failed.manifest.fault is not None and failed.manifest.fault.startswith("layers.0.")
     assert (failed.manifest.positions, failed.manifest.emitted_tokens) == (0, 0)

@@ -17,8 +17,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import mutants
 import numpy as np
-import planted
 import pytest
 from grid import the_model
 from models import MODELS, plant_overflow, write_hf_model
@@ -113,7 +113,7 @@ def test_a_planted_bug_ends_in_exit_4_and_shows_where(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that is never added: it needs two ranks, so pp2 and the unsplit run stay right."""
-    monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
     ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2", "--json")
     assert ran.code == 4
     wide, deep = ran.record["cells"]
@@ -134,7 +134,7 @@ def test_a_bug_that_only_prompt_rows_show_is_seen(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first row of a chunk misses its own key: at the chunk's edge, and not before."""
-    monkeypatch.setitem(naive.ORDERS, "written", planted.ChunkEdge)
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.ChunkEdge)
     ran = Ran(capfd, tiny, *SHORT, "--chunk", "16", "--json")
     assert ran.code == 4
     assert ran.record["cells"][0]["first_divergence"]["position"] == 16
@@ -143,7 +143,7 @@ def test_a_bug_that_only_prompt_rows_show_is_seen(
 def test_a_fault_in_a_cell_is_a_difference(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(naive.ORDERS, "written", planted.Unmasked)
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.Unmasked)
     monkeypatch.setattr(
         "anyshard.verify.grid.quick",
         lambda config: [Cell(axis="pages", poison=True, prompt_tokens=9)],
@@ -295,7 +295,7 @@ def test_report_is_one_page_that_escapes_what_it_is_told(
     name = '<script>alert(1)</script>&"x'.replace("/", "_")
     config = MODELS["adversarial-9-3"]
     model = str(write_hf_model(tmp_path / name, config, seed=7, adversarial=True))
-    monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
     target = tmp_path / "out.html"
     arguments = (*SHORT, "--layouts", "tp2,pp2", "--report", str(target))
     assert Ran(capfd, model, *arguments).code == 4

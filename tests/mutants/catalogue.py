@@ -326,7 +326,7 @@ ROWS = [
     bug(
         "page at a block's boundary",
         "a step that begins a block goes on in the page before",
-        ("sglang 22819", "sgl-project/sglang/pull/22819"),
+        ("sglang 22819", "sgl-project/sglang/issues/22819"),
         bugs.BlockBoundary,
         shows(A9, "layers.0.attention", chunk=32),
         shows(DEMO, "layers.0.attention", chunk=32),
