@@ -15,7 +15,7 @@ CPP := $(filter %.cpp %.hpp %.h,$(SOURCES) $(wildcard tests/standalone/*))
 
 NATIVE := $(BIN)/python scripts/native.py
 
-.PHONY: help demo setup check test test-all golden golden-aarch64 sanitize pure readme bench format clean distclean
+.PHONY: help demo setup check test test-all golden golden-aarch64 mutants sanitize pure readme bench format clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -43,6 +43,9 @@ golden: setup ## every compiler, optimisation and body gives the golden bits
 
 golden-aarch64: setup ## the ops compiled for 64-bit Arm, under qemu-user, give the golden bits
 	@$(BIN)/python scripts/builds.py aarch64
+
+mutants: setup ## planted bugs, each caught or not, op and rank named right or wrong
+	@$(BIN)/python scripts/mutants.py $(MUTANTS_FLAGS)
 
 sanitize: setup ## the native tests under address and undefined-behaviour sanitizers
 	@$(BIN)/python scripts/sanitize.py $(PYTEST_FLAGS)
