@@ -212,6 +212,11 @@ def link_to_nothing(folder: Path) -> list[str]:
     return [str(folder / "a.gguf"), "--prompt", "x"]
 
 
+def one_file_of_several(folder: Path) -> list[str]:
+    (folder / "model.safetensors").write_bytes(b"")
+    return [str(folder / "model.safetensors"), "--prompt", "x"]
+
+
 def with_variable(name: str, value: str) -> Build:
     return lambda folder: [f"{name}={value}", *tiny_gguf("--prompt", "x")(folder)]
 
@@ -314,6 +319,8 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
     "MODEL": {
         "not there": (plain("DIR/no.gguf", "--prompt", "x"), "neither a directory nor"),
         "a Hub id, offline": (plain("org/absent-model", "--prompt", "x"), "HF_HUB_OFFLINE forbids"),
+        "empty": (plain("", "--prompt", "x"), "MODEL is empty"),
+        "a safetensors file": (one_file_of_several, "name its directory"),
         "an empty directory": (plain("DIR", "--prompt", "x"), "has no config.json"),
         "a symbolic link that leads in a circle": (in_a_circle, "to 'b.gguf', a loop;"),
         "a symbolic link to nothing": (link_to_nothing, "to 'b.gguf', which does not exist"),

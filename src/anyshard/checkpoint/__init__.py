@@ -72,6 +72,8 @@ def open_checkpoint(path: str | None) -> Checkpoint:
 
     Raises: CheckpointError in one sentence: the file, the field, what would be right.
     """
+    if path == "":
+        raise CheckpointError("MODEL is empty; name a model, or leave it out for the demo model")
     target = demo_model_path() if path is None else Path(path)
     try:
         return _open(target)
@@ -82,6 +84,11 @@ def open_checkpoint(path: str | None) -> Checkpoint:
 
 
 def _open(target: Path) -> Checkpoint:
+    if target.suffix == ".safetensors" and target.is_file():
+        raise CheckpointError(
+            f"{target} is one file of a Hugging Face model; name its directory, "
+            f"{target.parent.resolve()}"
+        )
     if target.is_dir():
         return open_hf_directory(target)
     if target.exists():

@@ -154,7 +154,10 @@ def _missing_here(machine: Machine, bodies: list[str]) -> list[tuple[str, str]]:
         )
     if not machine.torch_extra:
         missing.append(
-            ("torch is not installed; only --comm torch needs it", "pip install 'anyshard[torch]'")
+            (
+                "torch is not installed; --comm torch and verify --against hf need it",
+                "pip install 'anyshard[torch]'",
+            )
         )
     return missing
 
