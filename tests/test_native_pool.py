@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 
@@ -59,6 +60,39 @@ def test_a_closed_pool_refuses_to_run(threads: int) -> None:
     op_pool.close()
     with pytest.raises(RuntimeError, match="the pool is closed"):
         op.run(64)
+
+
+FORKED = """
+import gc, os, sys
+from anyshard import _native as native
+pool = native.Pool(int(sys.argv[1]), "scalar", False)
+child = os.fork()
+if child == 0:
+    if sys.argv[2] == "close":
+        pool.close()
+        pool.close()
+    del pool
+    gc.collect()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+pool.close()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("way", ["close", "collect"])
+def test_a_forked_child_can_let_go_of_a_pool_whose_threads_it_does_not_have(
+    threads: int, way: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, str(threads), way],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "0\n"
 
 
 def test_callers_from_two_threads_take_turns() -> None:

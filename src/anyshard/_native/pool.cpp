@@ -108,7 +108,12 @@ void Gate::wait_while(uint32_t value, bool spin) {
 }
 
 Pool::Pool(int threads, const std::string& body, bool spin)
-    : num_threads_(threads), body_(body), kernels_(&kernels_of(body)), spin_(spin) {
+    : num_threads_(threads),
+      body_(body),
+      kernels_(&kernels_of(body)),
+      spin_(spin),
+      owner_(getpid()),
+      threads_(std::make_unique<std::vector<std::thread>>()) {
   if (threads < 1 || threads > kMaxThreads) {
     throw std::invalid_argument("threads is " + std::to_string(threads) + "; a pool has 1 to " +
                                 std::to_string(kMaxThreads));
@@ -120,7 +125,7 @@ Pool::Pool(int threads, const std::string& body, bool spin)
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     for (int index = 1; index < threads; ++index) {
-      threads_.emplace_back([this, index] { serve(index); });
+      threads_->emplace_back([this, index] { serve(index); });
     }
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -133,12 +138,19 @@ Pool::Pool(int threads, const std::string& body, bool spin)
 Pool::~Pool() { close(); }
 
 void Pool::close() {
+  // Joining or destroying handles of threads that are not here ends the process, and somebody may
+  // have held the lock when it was forked.
+  if (getpid() != owner_) {
+    closed_ = true;
+    static_cast<void>(threads_.release());
+    return;
+  }
   const std::lock_guard<std::mutex> turn(busy_);
   closed_ = true;
   stopping_.store(true);
   started_.advance();
-  for (std::thread& thread : threads_) thread.join();
-  threads_.clear();
+  for (std::thread& thread : *threads_) thread.join();
+  threads_->clear();
 }
 
 void Pool::Free::operator()(float* floats) const {

@@ -4,6 +4,8 @@
 // asked to) and then sleep in the kernel, so an idle pool costs nothing.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
@@ -67,6 +69,9 @@ constexpr int kMaxPhases = 4;
 
 // Every thread takes chunks; none is waited for unless it holds one. So a thread whose core is
 // busy with something else costs its share of the speed, and not a time slice at each task.
+//
+// A process that was forked has the pool and not its threads: there it may be closed, which leaves
+// them alone.
 class Pool {
  public:
   Pool(int threads, const std::string& body, bool spin);
@@ -137,7 +142,8 @@ class Pool {
   std::atomic<Call> call_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<bool> stopping_{false};
-  std::vector<std::thread> threads_;
+  const pid_t owner_;  // the process that has the threads
+  std::unique_ptr<std::vector<std::thread>> threads_;
 };
 
 std::vector<std::string> available_bodies();
