@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cached import (
@@ -117,6 +120,72 @@ def test_one_wrong_byte_in_any_part_of_the_file_is_seen(
         )  # fmt: skip
         assert read is None and not path.exists(), place
         path.write_bytes(good)
+    with packing_is_forbidden():
+        assert loaded(q4k, images).sha256() == q4k_sha256
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("memfd_create", errno.EMFILE),
+        ("ftruncate", errno.EFBIG),
+        ("pwrite", errno.EFBIG),
+        ("pwrite", errno.ENOMEM),
+        ("open", errno.EMFILE),
+        ("open", errno.ENFILE),
+    ],
+)
+def test_a_sound_file_outlives_what_the_system_refuses_the_reader(
+    call: str, code: int, q4k: Checkpoint, q4k_sha256: str, images: Path
+) -> None:
+    loaded(q4k, images)
+    path = only_file(images)
+    good = path.read_bytes()
+    directory, region = image_directory(SMALL, q4k.sources)
+
+    def fail(*arguments: object, **options: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+            stored_image.read_stored(path, path.stem, directory, region, label=path, threads=2)
+    assert path.read_bytes() == good
+    with packing_is_forbidden():
+        assert loaded(q4k, images).sha256() == q4k_sha256
+
+
+def test_where_the_region_cannot_be_filled_from_the_file_it_is_packed(
+    q4k: Checkpoint, q4k_sha256: str, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(q4k, images)
+    path = only_file(images)
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    assert loaded(q4k, images, note="File too large").sha256() == q4k_sha256
+    assert path.exists()
+
+
+def test_a_disk_that_cannot_read_the_file_costs_the_file(
+    q4k: Checkpoint, q4k_sha256: str, images: Path
+) -> None:
+    loaded(q4k, images)
+    before, calls, read = only_file(images).stat().st_mtime_ns, [], os.preadv
+
+    def fail_once(fd: int, *arguments: Any) -> int:
+        calls.append(fd)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", fail_once)
+        assert loaded(q4k, images).sha256() == q4k_sha256
+    assert only_file(images).stat().st_mtime_ns > before
     with packing_is_forbidden():
         assert loaded(q4k, images).sha256() == q4k_sha256
 
