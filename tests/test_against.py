@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from models import MODELS, write_hf_model
 from test_checkpoint_gguf import needs_demo
 
+from anyshard.accuracy.measure import Against as measured
 from anyshard.cli import main
+from anyshard.cli.correctness import Against as offered
+
+
+def test_the_command_offers_what_can_be_measured() -> None:
+    """Written twice: what measures is heavy, and imported after the command line is known."""
+    assert get_args(offered) == get_args(measured)
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -158,8 +158,8 @@ def test_memory_that_will_not_suffice_is_refused_also_from_the_cache(
     q4k: Checkpoint, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded(q4k, images)
-    monkeypatch.setattr("anyshard.checkpoint.image.available_bytes", lambda: 1000)
-    with packing_is_forbidden(), pytest.raises(CheckpointError, match=r"but 0\.0 GB are free"):
+    monkeypatch.setattr("anyshard.checkpoint.image.free_memory", lambda: 1000)
+    with packing_is_forbidden(), pytest.raises(CheckpointError, match=r"but 1\.0 kB are free"):
         loaded(q4k, images)
     assert only_file(images).suffix == ".image"
 

@@ -18,6 +18,7 @@ from models import ADVERSARIAL_9_3, write_hf_model
 from safetensors.numpy import load_file, save_file
 from test_checkpoint_gguf import QUANTISED, needs_demo
 
+from anyshard import host
 from anyshard.checkpoint import Checkpoint, WeightImage, build_image, open_checkpoint
 from anyshard.errors import CheckpointError
 
@@ -206,10 +207,18 @@ def test_weight_that_is_not_finite_is_refused_by_name(
     assert len(os.listdir("/proc/self/fd")) <= fds + 1
 
 
+def test_the_limit_of_a_cgroup_is_what_is_free(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_cgroup_memory", lambda root: [(5000, 4000)])
+    with pytest.raises(CheckpointError, match=r"1\.0 kB are free"):
+        packed(tiny)
+
+
 def test_memory_that_will_not_suffice_is_refused_with_both_numbers(tiny: Checkpoint) -> None:
     needed = packed(tiny).bytes
     fds = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CheckpointError, match=r"need 0\.0 GB of memory, but 0\.0 GB are free"):
+    with pytest.raises(CheckpointError, match=r"need .* [kM]B of memory, but .* [kM]B are free"):
         packed(tiny, free_bytes=needed - 1)
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert packed(tiny, free_bytes=needed).bytes == needed

@@ -26,10 +26,10 @@ from anyshard.accuracy.forced import CHUNK, forced_logits, query_factor
 from anyshard.accuracy.local import OpMeter
 from anyshard.accuracy.report import LengthFigures, LogitFigures, Manifest, Report
 from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
-from anyshard.checkpoint.image import available_bytes
 from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
 from anyshard.errors import CheckpointError, OptionError, UserError
+from anyshard.host import free_memory, size_text
 from anyshard.ops import KernelChoice, choose_body
 from anyshard.ops.float64 import F64, Reference64
 from anyshard.tokenizer import open_tokenizer
@@ -307,13 +307,13 @@ def _check_memory(
     checkpoint: Checkpoint, *, against: Against, length: int, free_bytes: int | None
 ) -> None:
     need = needed_bytes(checkpoint.config, against=against, length=length)
-    free = available_bytes() if free_bytes is None else free_bytes
+    free = free_memory() if free_bytes is None else free_bytes
     if free is not None and need > free:
         count = _num_weights(checkpoint.config)
         copies = "float64 and float32" + (" and HF's copy" if against == "hf" else "")
         raise CheckpointError(
             f"{checkpoint.path}: comparing {count / 1e6:.0f} million weights with float64 needs "
-            f"{need / 1e9:.1f} GB of memory ({copies}), but {free / 1e9:.1f} GB are free; take a "
+            f"{size_text(need)} of memory ({copies}), but {size_text(free)} are free; take a "
             "smaller model of the family, or end other programs"
         )
 

@@ -39,6 +39,7 @@ from anyshard.checkpoint.stored_image import (
     stored_bytes_of,
     write_stored,
 )
+from anyshard.host import size_text
 from anyshard.ops import Body, choose_body
 
 __all__ = [
@@ -92,7 +93,8 @@ def not_worth_caching(
     if body != "reference" and matrices <= NATIVE_TYPES:
         return "it is packed faster than it could be read back"
     if image_bytes > most_bytes // 2:
-        return f"it takes {_size(image_bytes)}, more than half of the {_size(most_bytes)} kept"
+        kept = size_text(most_bytes)
+        return f"it takes {size_text(image_bytes)}, more than half of the {kept} kept"
     return None
 
 
@@ -318,8 +320,8 @@ def _check_room(folder: Path, file_bytes: int) -> None:
     free = _free_bytes(folder)
     if file_bytes > free // 2:
         raise _NotCached(
-            f"no space left in {folder} ({_size(file_bytes)} needed, at most half of the "
-            f"{_size(free)} free are taken)"
+            f"no space left in {folder} ({size_text(file_bytes)} needed, at most half of the "
+            f"{size_text(free)} free are taken)"
         )
 
 
@@ -420,9 +422,3 @@ def _reason(error: _NotCached | OSError, cache: ImageCache) -> str:
 
 def _sentence(error: _NotCached | OSError, cache: ImageCache) -> str:
     return f"the weight image was not cached: {_reason(error, cache)}; --no-cache stops trying"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

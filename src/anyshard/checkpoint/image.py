@@ -16,7 +16,6 @@ import hashlib
 import json
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from anyshard.checkpoint.source import Checkpoint, TensorSource
 from anyshard.checkpoint.widen import TensorType
 from anyshard.config import ModelConfig
 from anyshard.errors import CheckpointError
+from anyshard.host import free_memory, size_text
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.storage import (
     LANES,
@@ -49,7 +49,6 @@ __all__ = [
     "NATIVE_TYPES",
     "ImageTensor",
     "WeightImage",
-    "available_bytes",
     "build_image",
     "image_directory",
     "sealed_image",
@@ -206,11 +205,11 @@ def sealed_image(
     Raises: CheckpointError naming `label` where the memory will not suffice, before any is taken;
     what `fill` raises, and then nothing is left of the region.
     """
-    free = available_bytes() if free_bytes is None else free_bytes
+    free = free_memory() if free_bytes is None else free_bytes
     if free is not None and num_bytes > free:
         raise CheckpointError(
-            f"{label}: the weights need {num_bytes / 1e9:.1f} GB of memory, but "
-            f"{free / 1e9:.1f} GB are free; end other programs or take a smaller model"
+            f"{label}: the weights need {size_text(num_bytes)} of memory, but "
+            f"{size_text(free)} are free; end other programs or take a smaller model"
         )
     fd = os.memfd_create("anyshard-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -224,16 +223,6 @@ def sealed_image(
     except BaseException:
         os.close(fd)
         raise
-
-
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text("ascii")
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return None if match is None else int(match[1]) * 1024
 
 
 def image_directory(

@@ -5,16 +5,14 @@ Frozen; every change makes a new one. Knows nothing of tokens, engines or termin
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from anyshard.errors import OptionError
+from anyshard.files import replace_file
 
 __all__ = ["Conversation", "load_conversation", "save_conversation"]
 
@@ -60,29 +58,9 @@ def save_conversation(conversation: Conversation, path: str) -> None:
         target = Path(path).expanduser()
         if target.is_dir():
             raise OptionError(f"{path} is a directory; name a file")
-        _replace_file(target, text.encode())
+        replace_file(target, text.encode())
     except (OSError, ValueError, RuntimeError) as error:
         raise OptionError(f"{path} cannot be written: {_reason(error)}") from None
-
-
-def _replace_file(target: Path, content: bytes) -> None:
-    """Temporary file beside `target`, fsync, rename, fsync of the folder."""
-    number, name = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
-    try:
-        with open(number, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def load_conversation(path: str) -> Conversation:

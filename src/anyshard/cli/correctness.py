@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from anyshard.cli.machine import read_memory
 from anyshard.cli.screen import Bar
 from anyshard.errors import DifferenceFound
+from anyshard.host import read_memory
 
 __all__ = ["Against", "tell_accuracy"]
 

@@ -18,9 +18,10 @@ from cyclopts import Parameter
 
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
-from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need, size_text
+from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need
 from anyshard.cli.running import context_limit, image_cache, layout_of
 from anyshard.errors import CheckpointError
+from anyshard.host import size_text
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from anyshard.errors import LayoutError
+from anyshard.host import size_text
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.model import Program
 
-__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need", "size_text"]
+__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need"]
 
 DEFAULT_SEQUENCES: Final = 32  # of --max-num-seqs
 PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
@@ -82,7 +83,7 @@ def memory_need(
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    prompt_logits: prompt tokens whose logits are asked for.
+    prompt_logits: prompt tokens whose logits are asked for. record: at most `num_seqs` runs are held, each until it has ended.
 
     KV counts in full, though its pages are touched only as tokens arrive: what has been admitted
     must not fail for memory later. Held by: test_admission.py (the sizes of a run).
@@ -120,10 +121,3 @@ def kv_bytes(part: Program, *, tokens: int) -> int:
     block = part.profile.kv_block
     floats_per_token = sum(op.kv_floats_per_key for op in part.ops)
     return 4 * floats_per_token * (-(-tokens // block) * block)
-
-
-def size_text(num_bytes: int) -> str:
-    """Decimal, three digits or so: 538 MB, 1.2 GB."""
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.1f} MB"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyshard.cli.flags import SplitFlags
-from anyshard.cli.machine import read_memory
 from anyshard.cli.memory import DEFAULT_SEQUENCES, MemoryNeed, memory_need
 from anyshard.cli.screen import Bar
 from anyshard.errors import AnyshardError, OptionError
+from anyshard.host import read_memory
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint

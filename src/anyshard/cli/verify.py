@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,10 +21,12 @@ from cyclopts import Parameter
 from anyshard import __version__
 from anyshard.cli.correctness import Against, tell_accuracy
 from anyshard.cli.flags import SplitFlags, in_range
-from anyshard.cli.memory import memory_need, size_text
+from anyshard.cli.memory import memory_need
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar
 from anyshard.errors import DifferenceFound, LayoutError, OptionError, PromptTooLong
+from anyshard.files import replace_file
+from anyshard.host import size_text
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
@@ -377,10 +378,6 @@ class _Table:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.resolve().parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise OptionError(f"--report {path} cannot be written: {error}") from None

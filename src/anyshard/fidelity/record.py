@@ -15,8 +15,6 @@ import hashlib
 import os
 import stat
 import struct
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +25,7 @@ import numpy.typing as npt
 
 from anyshard.errors import UserError
 from anyshard.fidelity.log import RunDigests
+from anyshard.files import replace_file
 from anyshard.model import LAYER_POINTS
 from anyshard.ops.digest import U64
 from anyshard.request import Sampling
@@ -60,7 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     weights_sha256: of values, not of a file (`fidelity/weights.py`). model: its configuration.
     tokens_sha256: of the prompt's token ids, int32 little-endian. layout, machine: to be cited.
-    finish: why it ended; after a fault the step that failed is not recorded.
+    finish: why it ended. fault: the op in which position `positions` left the range of float32;
+    that row is not recorded, nor what follows it.
     """
 
     anyshard: str
@@ -107,9 +107,9 @@ def _sizes(manifest: Manifest) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write all of it or nothing: a file beside it is renamed once it is on the disk.
+    """Write all of it or nothing, in place of a regular file or of none (`files.py`).
 
-    Raises: RecordError if the system refuses, with its reason.
+    Raises: RecordError if that is refused, with the reason. Held by: test_record.py.
     """
     manifest = msgspec.json.encode(record.manifest)
     assert len(manifest) <= _MANIFEST_BYTES
@@ -126,29 +126,9 @@ def write_record(record: Record, path: Path) -> None:
         parts.append(np.ascontiguousarray(array, dtype).tobytes())
     whole = b"".join(parts)
     try:
-        _replace(path, whole + hashlib.sha256(whole).digest())
+        replace_file(path, whole + hashlib.sha256(whole).digest())
     except OSError as error:
         raise RecordError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        os.rename(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_record(path: Path) -> Record:

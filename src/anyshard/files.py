@@ -1,0 +1,80 @@
+"""A file that is whole or not there: written beside its place, synced, renamed into it.
+
+Knows nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+__all__ = ["check_place", "replace_file"]
+
+
+def check_place(path: Path) -> None:
+    """Make sure that `path` is free or a regular file, or a link to such a place.
+
+    A device, a pipe or a folder would be lost to a rename, or refuse it late.
+
+    Raises: OSError whose strerror says what is there. Held by: test_files.py.
+    """
+    _status(_target(path))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write all of `content`, or leave what was there and nothing beside it.
+
+    A link stays, and the file that it names is replaced. A file that is replaced keeps its
+    permissions; a new one has those that the umask leaves.
+
+    Raises: OSError, also for what `check_place` refuses. Held by: test_files.py.
+    """
+    target = _target(path)
+    before = _status(target)
+    part = target.parent / f".{target.name[:64]}.{secrets.token_hex(4)}"
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            if before is not None:
+                os.fchmod(fd, stat.S_IMODE(before.st_mode))
+            os.fsync(fd)
+        os.replace(part, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+    _sync_folder(target.parent)
+
+
+def _target(path: Path) -> Path:
+    """Where links lead: beside it, a rename stays within one file system."""
+    return Path(os.path.realpath(path))
+
+
+def _status(target: Path) -> os.stat_result | None:
+    """Of the regular file there, None if there is nothing. Raises: OSError."""
+    try:
+        status = os.lstat(target)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(target))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "what is there is no regular file", str(target))
+    return status
+
+
+def _sync_folder(folder: Path) -> None:
+    # Not every file system can. The file is whole either way; only a crash may undo its name.
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
