@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -26,6 +27,7 @@ PACKAGE = ROOT / "src" / "anyshard"
 # A room imports only from its own tier and the tiers above it (lower numbers).
 TIERS = {
     "errors": 0, "config": 0, "layout": 0, "schedule": 0, "request": 0, "trace": 0,
+    "files": 0, "host": 0,
     "quant": 1, "ops": 1, "_native": 1,
     "comm": 2, "launcher": 2, "pages": 2, "kv": 2, "checkpoint": 2, "tokenizer": 2,
     "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
@@ -76,6 +78,7 @@ MAX_LINES = 600
 MAX_COLUMNS = 100
 
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:root|work|opt|home)/|file:/{2}|\bextra-index-url\b")
+NAMED_TEST = re.compile(r"\b(test_[\w*]+\.py)(?:::\s*(test_\w+))?")
 CODE = (".py", ".pyi", ".cpp", ".hpp", ".h")
 TEXT = (*CODE, ".md", ".toml", ".txt", ".yaml", ".cmake", "")
 
@@ -317,6 +320,18 @@ def machine_paths(source: Source) -> Findings:
             yield f"{source.path}:{number}: a path or an index of one machine"
 
 
+def named_tests(source: Source, tests: dict[str, str]) -> Findings:
+    """tests: name to text of every test file."""
+    for found in NAMED_TEST.finditer(source.text):
+        place = f"{source.path}:{source.text.count(chr(10), 0, found.start()) + 1}"
+        pattern, function = found.groups()
+        files = [text for name, text in tests.items() if fnmatchcase(name, pattern)]
+        if not files:
+            yield f"{place}: names {pattern}, which is not there"
+        elif function and not any(re.search(rf"\bdef {function}\(", text) for text in files):
+            yield f"{place}: names {function}, which is not in {pattern}"
+
+
 def read(paths: list[Path], base: Path) -> list[Source]:
     return [Source(p.relative_to(base).as_posix(), p.read_text("utf-8")) for p in sorted(paths)]
 
@@ -375,6 +390,13 @@ def test_code_files_are_of_a_size_one_reads() -> None:
 
 def test_no_file_names_a_path_of_one_machine() -> None:
     report([f for source in repository_files(TEXT) for f in machine_paths(source)])
+
+
+def test_every_test_that_is_named_exists() -> None:
+    tests = {p.name: p.read_text("utf-8") for p in (ROOT / "tests").glob("test_*.py")}
+    files = [s for s in repository_files(TEXT) if not s.path.startswith("tests/")]
+    assert sum(len(NAMED_TEST.findall(source.text)) for source in files) > 100
+    report([f for source in files for f in named_tests(source, tests)])
 
 
 def test_architecture_is_short_enough_to_read() -> None:
@@ -437,6 +459,16 @@ def test_planted_cycle_is_found() -> None:
 def test_planted_long_file_and_line_are_found() -> None:
     assert len(list(size(Source("a.py", "x\n" * (MAX_LINES + 1))))) == 1
     assert len(list(size(Source("a.py", "x" * (MAX_COLUMNS + 1))))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["test_b.py", "test_b_*.py", "test_a.py::test_two", "test_a.py::\n    test_on"]
+)
+def test_planted_name_of_no_test_is_found(text: str) -> None:
+    tests = {"test_a.py": "def test_one() -> None: ..."}
+    assert list(named_tests(Source("worker.py", f"Held by: {text}."), tests))
+    for good in ("test_a.py", "test_*.py", "test_a.py::test_one"):
+        assert not list(named_tests(Source("worker.py", f"Held by: {good}."), tests))
 
 
 @pytest.mark.parametrize("folder", ["root", "work", "opt", "home"])

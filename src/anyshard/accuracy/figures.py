@@ -1,7 +1,8 @@
 """Distances: what is left when the true numbers are taken away.
 
-The only module outside `ops` that reduces floats. Nothing of it enters a logit: its sums are of
-errors, in float64, in the library's order. Knows nothing of models, engines or files.
+Reduces floats outside `ops`, which few may (REDUCERS of tests/test_tidy.py). Nothing of it enters
+a logit: its sums are of errors, in float64, in the library's order. Knows nothing of models,
+engines or files.
 
 Letters: P positions, V vocabulary, N any width.
 """

@@ -52,7 +52,8 @@ class Progress(Protocol):
     """Hears that `done` of `total` units of loading are over, and, if not empty, what is doing."""
 
     def __call__(self, done: int, total: int, doing: str = "") -> None:
-        """`done` never falls."""
+        """`done` grows until all is done; it starts anew where other work turns out to be needed
+        (a cached image that is damaged is packed again)."""
         ...
 
 

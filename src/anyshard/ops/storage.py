@@ -83,7 +83,7 @@ def stored_bytes(storage: Storage, num_elements: int) -> int:
 def unpack(panels: Panels, rows: int | npt.NDArray[np.integer[Any]]) -> F32:
     """The first `rows` outputs of panels, or those of that list, widened: [rows, K].
 
-    Held by: test_storage.py.
+    Held by: test_native_storage.py.
     """
     index = np.arange(rows) if isinstance(rows, int) else rows
     if panels.dtype == np.uint8:
