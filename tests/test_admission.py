@@ -78,6 +78,19 @@ def test_what_is_counted_is_what_ranks_allocate(
     assert need.buffers == region_bytes + allocated + log_bytes
 
 
+def test_ranks_that_import_torch_are_counted_with_it(tmp_path: Path) -> None:
+    """Measured on two ranks of SmolLM2: 546 MiB resident each instead of 349."""
+    checkpoint = open_checkpoint(str(write_hf_model(tmp_path / "m", ADVERSARIAL_9_3, seed=1)))
+    layout = plan(checkpoint.config, tp=3, leaf=f32_profile().leaf)
+    programs = [program(checkpoint.config, f32_profile(), layout, rank) for rank in range(3)]
+    plain, shm, torch = (
+        memory_need(checkpoint, programs, tokens=32, num_seqs=1, chunk=32, comm=comm)
+        for comm in ("auto", "shm", "torch")
+    )
+    assert plain == shm
+    assert torch == replace(shm, processes=shm.processes + 3 * (200 << 20))
+
+
 def test_weights_are_those_of_the_image(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_hf_model(tmp_path / "m", ADVERSARIAL_9_3, seed=1)))
     profile = f32_profile()

@@ -206,6 +206,7 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
         tokens=limit,
         num_seqs=split.max_num_seqs or 1,
         chunk=split.chunk,
+        comm=split.comm,
     )
     return {
         "model": {

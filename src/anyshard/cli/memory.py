@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from anyshard.errors import LayoutError
 from anyshard.host import size_text
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
+    from anyshard.comm.base import CommKind
     from anyshard.model import Program
 
 __all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need"]
 
 DEFAULT_SEQUENCES: Final = 32  # of --max-num-seqs
 PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
+TORCH_BYTES: Final = 200 << 20  # more of a rank that imports torch; 197 MiB measured, resident
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,14 @@ def memory_need(
     tokens: int,
     num_seqs: int,
     chunk: int,
+    comm: Literal["auto"] | CommKind = "auto",
     record: bool = False,
     prompt_logits: int = 0,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    prompt_logits: prompt tokens whose logits are asked for. record: at most `num_seqs` runs are held, each until it has ended.
+    comm: the wire, for what the ranks import. prompt_logits: prompt tokens whose logits are asked
+    for. record: at most `num_seqs` runs are held, each until it has ended.
 
     KV counts in full, though its pages are touched only as tokens arrive: what has been admitted
     must not fail for memory later. Held by: test_admission.py (the sizes of a run).
@@ -110,7 +114,8 @@ def memory_need(
         buffers=RegionLayout.of(plan.sizes).total_bytes
         + sum(buffer_bytes(each, plan.ranks) for each in programs)
         + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0),
-        processes=(len(programs) + 2) * PROCESS_BYTES,
+        processes=(len(programs) + 2) * PROCESS_BYTES
+        + (len(programs) * TORCH_BYTES if comm == "torch" else 0),
         num_seqs=num_seqs,
         tokens=tokens,
     )

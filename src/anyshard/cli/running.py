@@ -85,6 +85,7 @@ class Opened:
             tokens=tokens,
             num_seqs=self.num_seqs,
             chunk=self.flags.chunk,
+            comm=self.flags.comm,
             record=self.record,
         )
 

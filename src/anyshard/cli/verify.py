@@ -263,6 +263,7 @@ class _Verify:
                 tokens=asked.tokens_max,
                 num_seqs=cell.batch,
                 chunk=request.prompt_tokens,
+                comm=cell.comm,
                 prompt_logits=asked.prompt_logits,
             )
             compared = 8 * asked.rows_compared * model.config.vocab  # of both runs
