@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -20,7 +22,8 @@ from records import small_record
 
 from anyshard.cli import main
 from anyshard.cli.recording import record_paths
-from anyshard.errors import OptionError
+from anyshard.engine import Engine, Event
+from anyshard.errors import OptionError, PeerLost
 from anyshard.fidelity import read_record, write_record
 
 
@@ -144,6 +147,91 @@ def test_paths_of_records() -> None:
     for target in ("", "x/", "absent/run.anyd", "."):
         with pytest.raises(OptionError):
             record_paths(target, 1)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_what_is_no_regular_file_is_no_place_for_a_record(
+    model: Path, tmp_path: Path, num_prompts: int
+) -> None:
+    pipe = tmp_path / ("run.anyd" if num_prompts == 1 else "run.2.anyd")
+    os.mkfifo(pipe)
+    prompts = ["--prompt", "a"] * num_prompts
+    target = str(tmp_path / "run.anyd")
+    code, out, err = run("generate", str(model), *prompts, "--record", target)
+    assert (code, out) == (2, "")
+    assert err == f"anyshard: --record {pipe}: what is there is no regular file; name a file\n"
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+
+PAIR = ("--prompt", "abc", "--prompt", "b", "--max-num-seqs", "1")
+
+
+def test_a_record_that_cannot_be_written_costs_no_answer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for the first of two, and has room again for the second."""
+    synced, sync = [], os.fsync
+
+    def full_once(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 1:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    _, plain, _ = generate(model, *PAIR, "--json")
+    monkeypatch.setattr(os, "fsync", full_once)
+    command = ("generate", str(model), "--comm", "threads", "--ignore-eos", "--max-tokens", "6")
+    target = str(tmp_path / "run.anyd")
+    code, out, err = run(*command, *PAIR, "--json", "--record", target)
+    assert code == 2
+    assert err.endswith(f"{tmp_path}/run.1.anyd: cannot be written (No space left on device)\n")
+    results, wanted = json.loads(out)["results"], json.loads(plain)["results"]
+    assert "record" not in results[0]
+    assert results[1].pop("record") == str(tmp_path / "run.2.anyd")
+    assert results == wanted
+    assert sorted(os.listdir(tmp_path)) == ["run.2.anyd", "tiny.gguf"]
+
+
+def test_what_had_ended_before_a_rank_was_lost_has_its_record(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = Engine.run
+
+    def lost(engine: Engine, on_prefill: Callable[[int, int], None]) -> Iterator[Event]:
+        for event in walk(engine, on_prefill):
+            yield event
+            if event.finish is not None:
+                raise PeerLost("rank 0 was lost")
+
+    monkeypatch.setattr(Engine, "run", lost)
+    target = str(tmp_path / "run.anyd")
+    command = ("generate", str(model), "--comm", "threads", "--max-tokens", "6")
+    code, _, err = run(*command, *PAIR, "--record", target)
+    assert code == 5 and "rank 0 was lost" in err
+    assert sorted(os.listdir(tmp_path)) == ["run.1.anyd", "tiny.gguf"]
+    assert read_record(tmp_path / "run.1.anyd").manifest.finish in ("stop", "length")
+
+
+def test_a_record_follows_the_umask(model: Path, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        generate(model, "--prompt", "abc", "--record", str(tmp_path / "run.anyd"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run.anyd").stat().st_mode) == 0o600
+    assert stat.S_IMODE(model.stat().st_mode) != 0o600, "the witness: that is not always so"
+
+
+def test_runs_that_failed_say_so_though_they_are_equal(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / f"{name}.anyd" for name in "abc")
+    for path, fault in ((a, "layers.1.qkv"), (b, "layers.1.qkv"), (c, "layers.0.qkv")):
+        write_record(small_record(fault=fault, finish="fault"), path)
+    code, out, _ = run("compare", str(a), str(b))
+    assert code == 0
+    assert "both left the range of float32 in layers.1.qkv at position 4\n" in out
+    code, out, _ = run("compare", str(a), str(c))
+    assert code == 4
+    assert "differ: first in fault at position 4, token 2 of the answer\n" in out
 
 
 @pytest.mark.ranks

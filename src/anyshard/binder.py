@@ -30,7 +30,7 @@ class Workspace(Protocol):
     """What a rank holds for binding: its program and model, and every buffer of the token loop.
 
     x residual, q queries, a attention output, f ffn, shard its logits; the row table beside them.
-    digests [R, columns of the program] and their keys: empty unless the run is recorded.
+    digests [R, record_columns of the program] and their keys: empty unless the run is recorded.
     """
 
     config: ModelConfig

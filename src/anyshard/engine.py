@@ -41,6 +41,7 @@ from anyshard.worker import (
     ROW_WHOLE,
     RankPlan,
     Served,
+    note_bytes,
     wire_sizes,
 )
 
@@ -203,10 +204,10 @@ def plan_epoch(
         control=ControlSizes(
             rows_max=limits.rows_max,
             pages_max=len(pages),
-            note_bytes=64 + 192 * slots,
+            note_bytes=note_bytes(slots),
             logit_rows=sampled,
             vocab=config.vocab,
-            digest_columns=max(each.digest_columns for each in programs) if options.record else 0,
+            digest_columns=max(each.record_columns for each in programs) if options.record else 0,
         ),
         spin_us=SPIN_US if spin else 0,
     )
@@ -288,8 +289,6 @@ class Engine:
         self._next_id += 1
         if self._log is not None:
             assert request.session is None, "what a session has stored would not be recorded"
-            length = len(request.prompt) + request.max_tokens
-            self._log.open(request_id, positions=length - 1, emitted=request.max_tokens)
         self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
         return request_id
 
@@ -298,9 +297,10 @@ class Engine:
         self._cancelled.add(request_id)
 
     def digests(self, request_id: int, *, emitted: int) -> RunDigests:
-        """What was recorded of a request that has ended after `emitted` tokens; ask once.
+        """What was recorded of a request that has ended after `emitted` tokens; ask once, at its
+        last event: until then the engine holds it, beside those of the requests in flight.
 
-        A step that failed is left out. Needs `EngineOptions.record`.
+        The row that failed is left out. Needs `EngineOptions.record`.
         """
         assert self._log is not None
         return self._log.take(request_id, emitted=emitted)
@@ -322,12 +322,20 @@ class Engine:
                 return
             tick, self.batch = next_tick(self.batch, self.limits)
             assert tick.rows, "submit refuses what the pages never hold"
+            self._open_logs(tick)
             before = self.timings.prefill_tokens
-            result = self._step(tick)
+            result, codes = self._step(tick)
             if on_prefill is not None and self.timings.prefill_tokens > before:
                 unread = self.batch.unread
                 on_prefill(self.timings.prefill_tokens - read, before - read + unread)
-            yield from self._finish(tick, result)
+            yield from self._finish(tick, result, codes)
+
+    def _open_logs(self, tick: Tick) -> None:
+        if self._log is None:
+            return
+        for request_id, request in ((s.request_id, s.request) for s in tick.admitted):
+            length = len(request.prompt) + request.max_tokens
+            self._log.open(request_id, positions=length - 1, emitted=request.max_tokens)
 
     def _drop_cancelled(self) -> None:
         if not self._cancelled:
@@ -337,8 +345,12 @@ class Engine:
         self.batch = apply(replace(self.batch, waiting=waiting), Tick((), ()), {}, gone)
         self._cancelled.clear()
 
-    def _step(self, tick: Tick) -> Result:
-        """Send a tick to the ranks and wait for the sampler; keeps the ledger and the clock."""
+    def _step(self, tick: Tick) -> tuple[Result, list[int]]:
+        """Send a tick to the ranks and wait for the sampler; keeps the ledger and the clock.
+
+        Also the earliest fault code of each row on any rank, in a recorded run; else nothing.
+        """
+        codes: list[int] = []
         start = time.monotonic()
         frame = self._frame(tick)
         sequence = self.control.send_frame(*frame)
@@ -346,22 +358,26 @@ class Engine:
             sequence, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
         if self._log is not None:
-            self._log.add(
-                self._recorded(tick, result), self.control.wait_digests(sequence, len(tick.rows))
-            )
+            parts = self.control.wait_digests(sequence, len(tick.rows))
+            self._log.add(self._recorded(tick, result), parts)
+            codes = self._log.faults(parts)
         self._account(tick, time.monotonic() - start)
-        return result
+        return result, codes
 
     def _recorded(self, tick: Tick, result: Result) -> list[RecordedRow]:
         """The rows of a tick as the log wants them."""
         by_slot = {s.slot: s for s in self.batch.running}
-        failed = {row.slot for row, fault in zip(tick.rows, result.faults, strict=True) if fault}
+        failed: dict[int, int] = {}  # slot to its first position that failed
+        for row, fault in zip(tick.rows, result.faults, strict=True):
+            if fault:
+                failed[row.slot] = min(row.position, failed.get(row.slot, row.position))
         return [
             RecordedRow(
                 by_slot[row.slot].request_id,
                 row.position,
+                row.through_head,
                 by_slot[row.slot].emitted if row.sample else None,
-                is_kept=row.slot not in failed,
+                is_kept=row.position < failed.get(row.slot, row.position + 1),
             )
             for row in tick.rows
         ]
@@ -397,8 +413,11 @@ class Engine:
         self.timings.prefill_tokens += prefill
         self.timings.decode_tokens += decode
 
-    def _finish(self, tick: Tick, result: Result) -> list[Event]:
-        """Apply a result: append tokens, free what ended, and say what happened."""
+    def _finish(self, tick: Tick, result: Result, codes: list[int]) -> list[Event]:
+        """Apply a result: append tokens, free what ended, and say what happened.
+
+        codes: fault codes of rows, if they are known from all ranks.
+        """
         by_slot = {s.slot: s for s in self.batch.running}
         tokens: dict[int, int] = {}
         finished: set[int] = set()
@@ -417,8 +436,11 @@ class Engine:
             if result.faults[index]:
                 finished.add(row.slot)
                 faulted.append(sequence)
-                code = int(result.faults[index])
-                events.append(self._faulted(sequence, code, result.sequence))
+                if codes:
+                    events.append(self._faulted(sequence, codes[index]))
+                else:
+                    code = int(result.faults[index])
+                    events.append(self._faulted(sequence, self._earliest(code, result.sequence)))
             elif row.sample:
                 token = int(result.tokens[index])
                 tokens[row.slot] = token
@@ -434,14 +456,16 @@ class Engine:
                 self.end_session(sequence.request.session)
         return events
 
-    def _faulted(self, sequence: Sequence, code: int, step: int) -> Event:
-        """The earliest op that any rank marked in this step names the fault.
+    def _earliest(self, code: int, step: int) -> int:
+        """The earliest fault code that any rank marked in this step.
 
         Several requests that fail in one step are all named by the earliest.
         """
         views = self.control.statuses()
-        marked = [view.fault_code for view in views if view.fault_sequence == step]
-        name = FaultCode.name(min([code, *marked]), self.config.num_layers)
+        return min([code, *(view.fault_code for view in views if view.fault_sequence == step)])
+
+    def _faulted(self, sequence: Sequence, code: int) -> Event:
+        name = FaultCode.name(code, self.config.num_layers)
         return Event(sequence.request_id, None, None, "fault", fault=name)
 
     def close(self) -> None:

@@ -200,6 +200,11 @@ class Program:
         """Digests of a row here: embed, those of each layer here, logits. Not ours are 0."""
         return len(LAYER_POINTS) * (self.layers[1] - self.layers[0]) + 2
 
+    @property
+    def record_columns(self) -> int:
+        """Words that a rank posts of a row of a recorded run: its digests, then its fault code."""
+        return self.digest_columns + 1
+
     def digest_column(self, layer: int, point: DigestPoint) -> int:
         """Where the digest of a point stands in a row."""
         if point in ("embed", "logits"):

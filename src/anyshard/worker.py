@@ -37,6 +37,8 @@ __all__ = [
     "RankPlan",
     "Served",
     "Worker",
+    "buffer_bytes",
+    "note_bytes",
     "rank_main",
     "wire_sizes",
 ]
@@ -117,10 +119,15 @@ def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes
     )
 
 
+def note_bytes(num_slots: int) -> int:
+    """Room for the note of a frame, the sampling parameters of all slots, in bytes."""
+    return 64 + 192 * num_slots
+
+
 def buffer_bytes(part: Program, plan: RankPlan) -> int:
     """What `_allocate` takes for a rank besides KV; its buffers grow with rows, slots and tokens.
 
-    Held by: test_admission.py::test_buffers_are_those_that_a_worker_allocates.
+    Held by: test_admission.py::test_what_is_counted_is_what_ranks_allocate.
     """
     config = part.config
     head_floats = 2 * (part.heads[1] - part.heads[0]) * config.head_dim  # q and a
@@ -130,7 +137,7 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
     if part.rank == part.layout.sampler and part.layout.tp > 1:
         vocab += config.vocab
     blocks = -(-plan.max_model_len // part.profile.kv_block)
-    digest_words = plan.rows_max * part.digest_columns if plan.record else 0
+    digest_words = plan.rows_max * part.record_columns if plan.record else 0
     return 8 * digest_words + 4 * (
         plan.rows_max * (row_floats + row_ints)
         + plan.sampled_max * (vocab + slot_ints)
@@ -207,7 +214,7 @@ class Worker:
             plan.max_model_len, config.head_dim, config.rope_theta, config.rope_scaling
         )
         self.digest_keys = digest_keys(_num_keys(config, plan))
-        self.digests = np.zeros((rows, here.digest_columns if plan.record else 0), np.uint64)
+        self.digests = np.zeros((rows, here.record_columns if plan.record else 0), np.uint64)
         self.kv = KvCache(
             config,
             profile,
@@ -242,6 +249,7 @@ class Worker:
             status.fault(sequence=frame.sequence, code=int(faults[faults > 0].min()))
         status.report(self.comm.counters)
         if self.plan.record:
+            self.digests[:rows, -1] = faults
             self.control.post_digests(frame.sequence, self.digests[:rows])
         if self.is_sampler:
             self.control.post_result(frame.sequence, tokens, faults, logits)

@@ -59,6 +59,9 @@ def _lines(paths: list[str], records: list[Record], found: Comparison) -> list[s
     what = f"{found.digests:,} digests of {found.positions} positions and {found.tokens} tokens"
     if found.first is None:
         lines.append(f"equal: {what}")
+        fault, last = records[0].manifest.fault, found.positions
+        if fault is not None and fault == records[1].manifest.fault and found.only_in == (0, 0):
+            lines.append(f"       both left the range of float32 in {fault} at position {last}")
     else:
         first, last = found.first, prompt - 1
         place = (

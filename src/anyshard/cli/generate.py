@@ -125,11 +125,10 @@ class _Generate:
                 file=sys.stderr,
             )
         outcomes = self._stream(engine, requests, tokenizer)
-        if self.recorder is not None:
-            for request_id, outcome in enumerate(outcomes):
-                self.recorder.write(engine, request_id, outcome, _layout_json(engine))
         self._report(engine, outcomes)
         engine.close()
+        if self.recorder is not None:
+            self.recorder.refuse_unwritten()
         return FAULT_EXIT if any(outcome.fault for outcome in outcomes) else 0
 
     def _request(
@@ -199,6 +198,8 @@ class _Generate:
                 print(shown, end="", flush=True)
             elif not self.as_json:
                 done = _show_in_order(outcomes, done)
+            if outcome.reason and self.recorder is not None:
+                self.recorder.write(engine, event.request_id, outcome, _layout_json(engine))
 
     def _report(self, engine: Engine, outcomes: list[_Outcome]) -> None:
         if self.as_json:
@@ -247,10 +248,8 @@ class _Generate:
 
     def _json(self, engine: Engine, outcomes: list[_Outcome]) -> dict[str, Any]:
         results = [_result_json(outcome) for outcome in outcomes]
-        for result, path in zip(
-            results, self.recorder.paths if self.recorder else (), strict=False
-        ):
-            result["record"] = str(path)
+        for request_id, path in self.recorder.written.items() if self.recorder else ():
+            results[request_id]["record"] = str(path)
         head = results[0] if len(results) == 1 else {"results": results}
         views = engine.control.statuses()
         apart = [view.wire_bytes["logits"] for view in views]

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyshard import __version__
-from anyshard.errors import OptionError
+from anyshard.cli.machine import Machine, read_machine
+from anyshard.errors import OptionError, UserError
+from anyshard.files import check_place
 
 if TYPE_CHECKING:
     from anyshard.answer import Answer
@@ -51,11 +53,17 @@ def record_paths(target: str, num_prompts: int) -> list[Path]:
     for each in paths:
         if each.is_dir():
             raise OptionError(f"--record {each} is a folder; name a file in it, such as run.anyd")
+        try:
+            check_place(each)
+        except OSError as error:
+            raise OptionError(f"--record {each}: {error.strerror}; name a file") from None
     return paths
 
 
 class Recorder:
     """Writes the records of one command. weights_sha256 comes once the weights are loaded.
+
+    `written`: the file of each request that has one by now.
 
     Raises: OptionError at once if they could not be written.
     """
@@ -63,20 +71,25 @@ class Recorder:
     def __init__(self, target: str, num_prompts: int) -> None:
         self.paths = record_paths(target, num_prompts)
         self.weights_sha256 = ""
+        self.written: dict[int, Path] = {}
+        self._refused: list[UserError] = []
+        self._machine: Machine | None = None
 
     def write(
         self, engine: Engine, request_id: int, outcome: Outcome, layout: dict[str, Any]
     ) -> None:
-        """The record of one request that has ended. Raises: RecordError."""
+        """The record of one request, at its last event.
+
+        What cannot be written is kept for `refuse_unwritten`: the answers go on.
+        """
         import numpy as np
 
-        from anyshard.cli.machine import read_machine
-        from anyshard.fidelity import Manifest, Record, tokens_sha256, write_record
+        from anyshard.fidelity import Manifest, Record, RecordError, tokens_sha256, write_record
 
         tokens = outcome.answer.tokens
         digests = engine.digests(request_id, emitted=len(tokens))
         prompt = np.array(outcome.request.prompt, np.int32)
-        machine = read_machine()
+        machine = self._machine = self._machine or read_machine()
         manifest = Manifest(
             anyshard=__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -103,4 +116,14 @@ class Recorder:
             emitted_tokens=len(tokens),
         )
         record = Record(manifest, prompt, np.array(tokens, np.int32), digests)
-        write_record(record, self.paths[request_id])
+        try:
+            write_record(record, self.paths[request_id])
+        except RecordError as error:
+            self._refused.append(error)
+        else:
+            self.written[request_id] = self.paths[request_id]
+
+    def refuse_unwritten(self) -> None:
+        """Once the answers are told. Raises: RecordError, the first of those that `write` kept."""
+        if self._refused:
+            raise self._refused[0]

@@ -26,7 +26,7 @@ _EMBED, _LOGITS, _TOKEN = "embed", "logits", "token"
 @dataclass(frozen=True)
 class Divergence:
     """A place in a run; `layer` is None for embed, logits, token (the one drawn there), and for
-    fault: a step that failed in one run only."""
+    fault: a row that left the range of float32 in one run only, or in another op."""
 
     position: int
     layer: int | None
@@ -117,10 +117,15 @@ def _first(grid: npt.NDArray[np.bool_], num_layers: int) -> Divergence | None:
 
 
 def _failed(a: Manifest, b: Manifest) -> Divergence | None:
-    """Where one run left the range of float32 and the other went on."""
+    """Where one run left the range of float32 and the other did not, or did in another op.
+
+    A run that ended before that position says nothing of it.
+    """
     for one, other in ((a, b), (b, a)):
-        if one.fault and not other.fault and other.positions > one.positions:
+        if one.fault and other.positions > one.positions:
             return Divergence(one.positions, None, "fault")
+    if a.fault and b.fault and a.fault != b.fault:
+        return Divergence(a.positions, None, "fault")
     return None
 
 

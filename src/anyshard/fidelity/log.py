@@ -1,7 +1,8 @@
 """The front's half of recording: sums the digests of all ranks, and keeps them by request.
 
 Each rank hashes its own part of an output; parts add up modulo 2^64 (docs/numerics.md, Digests).
-Memory for a request is taken when it is submitted. Knows nothing of files or models.
+Memory for a request is taken when it begins to run, and handed over when it has ended. Knows
+nothing of files or models.
 
 Shapes: P positions that ran, L layers of the model, E tokens emitted.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from anyshard.model import LAYER_POINTS, Program
 from anyshard.ops.digest import U64
 
 __all__ = ["DigestLog", "RecordedRow", "RunDigests", "digest_bytes"]
+
+_NO_FAULT: Final = np.uint64(2**64 - 1)  # after every code
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,18 @@ class RunDigests:
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """A row of a step: whose it is, its position, which token its logits gave (None: it was not
-    sampled), and whether to keep it: what failed is not."""
+    """A row of a step: whose it is, its position, whether it has logits, which token those gave
+    (None: nothing was drawn), and whether to keep it: what failed is not, nor what follows it."""
 
     request_id: int
     position: int
+    through_head: bool
     emitted: int | None
     is_kept: bool = True
 
 
 class DigestLog:
-    """Digests of all requests of an engine, as they come.
+    """Digests of the requests of an engine that are opened and not yet taken.
 
     `programs`: of all ranks, in rank order. Held by: test_record.py.
     """
@@ -66,10 +71,10 @@ class DigestLog:
         self._num_positions[request_id] = 0
 
     def add(self, rows: Sequence[RecordedRow], parts: Sequence[U64]) -> None:
-        """Take a step. parts: of each rank uint64[rows, columns of its program], whose last column
-        holds in row i the logits of the i-th sampled row."""
+        """Take a step. parts: of each rank uint64[rows, record_columns of its program]; the column
+        of the logits holds in row i those of the i-th row that went through the head."""
         embed, layers, logits = self._whole(len(rows), parts)
-        sampled = 0
+        in_head = 0
         for row, at in enumerate(rows):
             run = self._runs[at.request_id]
             if at.is_kept:
@@ -77,8 +82,19 @@ class DigestLog:
                 run.layers[at.position] = layers[row]
                 self._num_positions[at.request_id] = at.position + 1
             if at.emitted is not None:
-                run.logits[at.emitted] = logits[sampled]
-                sampled += 1
+                run.logits[at.emitted] = logits[in_head]
+            in_head += at.through_head
+
+    def faults(self, parts: Sequence[U64]) -> list[int]:
+        """The earliest fault code of each row of a step on any rank, 0 where there is none."""
+        codes = np.stack(
+            [
+                part[:, program.digest_columns]
+                for program, part in zip(self._programs, parts, strict=True)
+            ]
+        )
+        earliest = np.where(codes == 0, _NO_FAULT, codes).min(axis=0)
+        return [0 if code == _NO_FAULT else int(code) for code in earliest]
 
     def _whole(self, rows: int, parts: Sequence[U64]) -> tuple[U64, U64, U64]:
         embed, logits = np.zeros(rows, np.uint64), np.zeros(rows, np.uint64)

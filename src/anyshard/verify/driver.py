@@ -12,6 +12,7 @@ sequences in any order, move a sequence's pages, or ask for logits in the middle
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,7 +42,15 @@ from anyshard.ops import KernelChoice
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
 from anyshard.verify.naive import Order, OrderedPlan
-from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, RankPlan, Served, rank_main, wire_sizes
+from anyshard.worker import (
+    ROW_LOGITS,
+    ROW_SAMPLE,
+    RankPlan,
+    Served,
+    note_bytes,
+    rank_main,
+    wire_sizes,
+)
 
 __all__ = ["Driver", "Shape", "Step", "open_group", "served"]
 
@@ -65,8 +74,8 @@ class Step:
 
 
 def served(checkpoint: Checkpoint, *, kernels: KernelChoice = "auto") -> Served:
-    """A checkpoint as the launcher loads it."""
-    image = build_image(checkpoint, threads=2, kernels=kernels)
+    """A checkpoint as the launcher loads it, on all cores."""
+    image = build_image(checkpoint, threads=len(os.sched_getaffinity(0)), kernels=kernels)
     return Served(checkpoint.config, f32_profile(), image)
 
 
@@ -201,7 +210,7 @@ class Driver:
             control=ControlSizes(
                 rows_max=self.rows_max,
                 pages_max=max(rank_plan.num_pages, len(self._unsent)) + self.rows_max,
-                note_bytes=64 + 192 * self.num_slots,
+                note_bytes=note_bytes(self.num_slots),
                 logit_rows=self.rows_max,
                 vocab=model.config.vocab,
             ),
