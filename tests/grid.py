@@ -34,12 +34,22 @@ from anyshard.tokenizer import open_tokenizer
 from anyshard.verify import cells, naive
 from anyshard.verify.cells import BATCH, PROMPT_TOKENS, Axis, Cell, Model, Outcome
 from anyshard.verify.driver import open_group, served
-from anyshard.verify.naive import ORDERS
+from anyshard.verify.naive import Bf16Hop, NaiveTpOfFour
 from anyshard.verify.prompt import hashed_tokens, text_tokens
 from anyshard.worker import RankPlan, Served, Worker, rank_main
 
 F32 = NDArray[np.float32]
 SEEDED = Sampling(temperature=0.8, seed=20_240_229)
+
+
+class NaiveTpPp(NaiveTpOfFour):
+    """What `verify` shows one axis at a time, both at once."""
+
+    binder_type = Bf16Hop
+
+
+#: By axis of a cell; an axis that is not here only places work.
+ORDERS: dict[str, type[Worker]] = {**naive.ORDERS, "mixed": NaiveTpPp}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from grid import (
+    ORDERS,
     SEEDED,
     Loaded,
     baseline,
@@ -35,7 +36,6 @@ from anyshard.ops import available_bodies
 from anyshard.request import Request
 from anyshard.verify.cells import BATCH, GREEDY, Cell, neighbours, shuffled_pages
 from anyshard.verify.driver import Driver, open_group
-from anyshard.verify.naive import ORDERS
 from anyshard.verify.prompt import hashed_tokens
 
 ADVERSARIAL = tuple(name for name in MODELS if name.startswith("adversarial"))

@@ -111,10 +111,10 @@ def open_group(
 class Driver:
     """One epoch of one layout; a context manager.
 
-    rows_max: most rows of a frame. pages_of: the pages of a slot, in block order, for every slot
-    (default: slot s holds consecutive pages from s * blocks on). poison: the KV cache starts as
-    NaN. ranks: "threads" of this process, or "forked" processes as in production; rank_body: what
-    they run, for naive orders and planted faults. capture: what they copy (`capture.py`).
+    rows_max: most rows of a frame. Slot s holds consecutive pages from s * blocks on, until a step
+    says otherwise. poison: the KV cache starts as NaN. ranks: "threads" of this process, or
+    "forked" processes as in production; rank_body: what they run, for naive orders and planted
+    faults. capture: what they copy (`capture.py`).
 
     With `group` the epoch runs in a rank group that is loaded already, as its epoch number `epoch`,
     and leaves it open; `model` then need not hold the weights, and `ranks` and `rank_body` are the
@@ -138,7 +138,6 @@ class Driver:
         num_slots: int = 1,
         max_model_len: int = 512,
         num_pages: int | None = None,
-        pages_of: Mapping[int, Sequence[int]] | None = None,
         poison: bool = False,
         ranks: Literal["threads", "forked"] = "threads",
         comm: Literal["shm", "torch"] = "shm",
@@ -149,9 +148,9 @@ class Driver:
         self.model, self.num_slots, self.rows_max = model, num_slots, rows_max
         self.block = model.profile.kv_block
         blocks = pages_for(max_model_len, block=self.block)
-        if pages_of is None:
-            pages_of = {s: range(s * blocks, (s + 1) * blocks) for s in range(num_slots)}
-        self.pages: dict[int, Sequence[int]] = dict(pages_of)
+        self.pages: dict[int, Sequence[int]] = {
+            slot: range(slot * blocks, (slot + 1) * blocks) for slot in range(num_slots)
+        }
         self._unsent: list[PageEntry] = [
             (slot, block, page)
             for slot, pages in self.pages.items()

@@ -28,11 +28,11 @@ from anyshard.worker import RankPlan, Served, Worker, rank_main
 __all__ = [
     "ORDERS",
     "AlteredOps",
+    "Bf16Hop",
     "NaiveChunk",
     "NaivePp",
     "NaiveTp",
     "NaiveTpOfFour",
-    "NaiveTpPp",
     "Order",
     "OrderedPlan",
     "SplitByRows",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 #: "written" is docs/numerics.md; the others are named after the axis that they would show on.
-Order = Literal["written", "tp", "pp", "mixed", "chunk", "threads", "batch"]
+Order = Literal["written", "tp", "pp", "chunk", "threads", "batch"]
 Run = Callable[[int], None]
 ROW_PARALLEL = ("o_proj", "down_proj")
 SUMS = (*ROW_PARALLEL, "qkv", "gate_up", "head")
@@ -137,12 +137,6 @@ def to_bf16(x: F32) -> F32:
 
 class NaivePp(Worker):
     """Bf16Hop at every cut."""
-
-    binder_type = Bf16Hop
-
-
-class NaiveTpPp(NaiveTpOfFour):
-    """Both of them."""
 
     binder_type = Bf16Hop
 
@@ -277,7 +271,6 @@ ORDERS: dict[str, type[Worker]] = {
     "written": Worker,
     "tp": NaiveTpOfFour,
     "pp": NaivePp,
-    "mixed": NaiveTpPp,
     "chunk": NaiveChunk,
     "threads": SplitByThread,
     "batch": SplitByRows,
