@@ -1,8 +1,9 @@
 """The verbs, and the only prints: stdout holds the answer or the JSON, stderr all the rest.
 
 Turns exceptions into one sentence and an exit code: 0 fine, 1 internal, 2 usage or bad input,
-4 a difference, 5 a lost peer, 130 Ctrl-C, 143 SIGTERM. Every flag is also `ANYSHARD_*`. What is
-heavy is imported only after the command line is known to be right.
+4 a difference, 5 a lost peer, 130 Ctrl-C, 143 SIGTERM; 141 where the reader of stdout left before
+`verify` or `compare` had a verdict. Almost every flag is also `ANYSHARD_*`. What is heavy is
+imported only after the command line is known to be right.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from functools import partial
 from typing import NoReturn
 
 from cyclopts import App
-from cyclopts.config import Env
 from cyclopts.exceptions import CycloptsError
 
 from anyshard import __version__
@@ -23,7 +23,8 @@ from anyshard.cli.chat import chat
 from anyshard.cli.compare import compare
 from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
-from anyshard.cli.variables import PREFIX, check_variables
+from anyshard.cli.screen import abandon_stdout
+from anyshard.cli.variables import PREFIX, FlagVariables, check_variables
 from anyshard.cli.verify import verify
 from anyshard.errors import AnyshardError
 
@@ -36,9 +37,10 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 VERBS = (generate, chat, verify, compare, doctor)
+VERDICTS = (["verify"], ["compare"])  # a script takes their 0 for an answer
 for verb in VERBS:
     app.command(verb)
-app.config = (partial(check_variables, app), Env(PREFIX, command=False))
+app.config = (partial(check_variables, app), FlagVariables(PREFIX, command=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             # text that the terminal's encoding lacks shows as ?, and ends nothing
             stream.reconfigure(errors="replace")
+    given = list(sys.argv[1:] if arguments is None else arguments)[:1]
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return code if isinstance(code, int) else 0
     except CycloptsError as error:
-        given = list(sys.argv[1:] if arguments is None else arguments)[:1]
         page = "".join(f" {verb.__name__}" for verb in VERBS if [verb.__name__] == given)
         return _say(f"{str(error).rstrip('.?')}; see anyshard{page} --help", 2)
     except KeyboardInterrupt:
@@ -68,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print()  # the answer stopped in mid-line
         return _say("interrupted; all ranks are ended", 130)
     except BrokenPipeError:
-        _abandon_stdout()  # its reader left; nothing more can be said there
-        return 0
+        abandon_stdout()  # its reader left; nothing more can be said there
+        return 128 + signal.SIGPIPE if given in VERDICTS else 0
     except AnyshardError as error:
         return _say("\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
     except OSError as error:
-        _abandon_stdout()
+        abandon_stdout()
         return _say(f"the system refused: {error}", 1)
 
 
@@ -89,12 +91,6 @@ def _fill_standard_descriptors() -> None:
 def _say(text: str, code: int) -> int:
     print(f"anyshard: {text}", file=sys.stderr)
     return code
-
-
-def _abandon_stdout() -> None:
-    """Whatever is still buffered goes nowhere, so that the exit does not fail again."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:

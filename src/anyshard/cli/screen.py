@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import Any
 
-__all__ = ["Bar", "Lines"]
+__all__ = ["Bar", "Lines", "abandon_stdout"]
 
 
 class Bar:
@@ -42,6 +43,12 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def abandon_stdout() -> None:
+    """Whatever is still buffered goes nowhere, so that the exit does not fail again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Lines:

@@ -1,6 +1,8 @@
 """The environment variables that stand for flags: a misspelt or empty one is refused, not skipped.
 
-The names come from the flags of the verbs. Knows nothing of what a value means.
+The names come from the flags of the verbs. Knows nothing of what a value means. A flag whose
+parameter says `show_env_var=False` has no variable: the one of its name is another verb's, where it
+means another thing.
 """
 
 from __future__ import annotations
@@ -10,17 +12,36 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from cyclopts.argument import ArgumentCollection
+from cyclopts.config import Env
+
 from anyshard.errors import OptionError
 
 if TYPE_CHECKING:
     from cyclopts import App
-    from cyclopts.argument import ArgumentCollection
+    from cyclopts.argument import Argument
 
-__all__ = ["OTHER_NAMES", "PREFIX", "check_variables", "flag_variables"]
+__all__ = ["OTHER_NAMES", "PREFIX", "FlagVariables", "check_variables", "flag_variables"]
 
 PREFIX: Final = "ANYSHARD_"
 #: Read by the build and its scripts, and no flag of a verb.
 OTHER_NAMES: Final = frozenset({"ANYSHARD_NATIVE_REQUIRED", "ANYSHARD_SANITIZED"})
+
+
+class FlagVariables(Env):
+    """A configuration step of cyclopts: reads the variables of the flags that have one.
+
+    Held by: test_verify.py::test_variables_of_generate_are_no_lists.
+    """
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """See Env."""
+        mine = ArgumentCollection(_with_variable(arguments))  # type: ignore[no-untyped-call]
+        super().__call__(app, commands, mine)
+
+
+def _with_variable(arguments: ArgumentCollection) -> Iterator[Argument]:
+    return (each for each in arguments if each.parameter.show_env_var is not False)
 
 
 def check_variables(
@@ -65,7 +86,7 @@ def _names(arguments: ArgumentCollection) -> Iterator[str]:
 
     Not `ANYSHARD_NO_CACHE` of --no-cache: of true and false, cyclopts would make the opposite.
     """
-    for argument in arguments:
+    for argument in _with_variable(arguments):
         for name in set(argument.names) - set(argument.negatives):
             if not name.startswith("*"):  # a record of flags, not a flag
                 yield PREFIX + name.lstrip("-").upper().replace("-", "_").replace(".", "_")
