@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Literal
 
 from anyshard.config import ModelConfig
@@ -89,17 +90,17 @@ class Lists:
 
 def cells_of(lists: Lists) -> list[Cell]:
     """Every combination. Raises: OptionError if they are more than a thousand."""
-    combinations = list(
-        product(lists.splits, lists.kernels, lists.threads, lists.chunks, lists.batches)
-    )
-    if len(combinations) > MOST_CELLS:
+    axes = (lists.splits, lists.kernels, lists.threads, lists.chunks, lists.batches)
+    num_cells = prod(len(axis) for axis in axes)
+    if num_cells > MOST_CELLS:
         raise OptionError(
-            f"these lists make {len(combinations)} cells; at most {MOST_CELLS} are run at once: "
-            "shorten one"
+            f"these lists make {num_cells} cells; at most {MOST_CELLS} are run at once: shorten one"
         )
     return [
         _cell(split, kernels=kernels, threads=threads, chunk=chunk or WHOLE, batch=batch)
-        for split, kernels, threads, chunk, batch in combinations
+        for split, kernels, threads, chunk, batch in product(
+            lists.splits, lists.kernels, lists.threads, lists.chunks, lists.batches
+        )
     ]
 
 
@@ -151,7 +152,10 @@ def quick(config: ModelConfig) -> list[Cell]:
 
 
 def full(config: ModelConfig) -> list[Cell]:
-    """At least sixty cells where the model has the heads and layers: every axis, and crossings."""
+    """At least sixty cells where the model has the heads and layers: every axis, and crossings.
+
+    No cell twice, however small the model is. Held by: test_verify.py.
+    """
     heads, deep = config.num_heads, config.num_layers
     widths = [tp for tp in sorted({2, 3, 4, 5, 8, heads}) if 1 < tp <= min(heads, 16)]
     depths = [pp for pp in (2, 3, 7) if pp <= deep]
@@ -164,7 +168,9 @@ def full(config: ModelConfig) -> list[Cell]:
     crossed = [split for split in splits if split in (Split(tp=2), Split(tp=3), Split(pp=2))]
     crossed += [Split(tp=2, pp=2)] if (2, 2) in mixed else []
     slow_prompt, slow_tokens = SLOW_BODY_TOKENS
-    single, pair = Split(), Split(tp=min(2, heads))
+    single = Split()
+    pairs = (single, Split(tp=2)) if heads > 1 else (single,)
+    seeded = [*crossed, *(Split(tp=tp) for tp in widths[-1:] if Split(tp=tp) not in crossed)]
     return [
         *(_cell(split) for split in splits),
         *(_cell(single, chunk=chunk) for chunk in (1, 7, 32, 100, 256)),
@@ -176,18 +182,18 @@ def full(config: ModelConfig) -> list[Cell]:
         *(_cell(split, threads=2) for split in crossed),
         *(_cell(split, threads=2, chunk=32, batch=BATCH) for split in crossed),
         *(_cell(split, shuffled=True, poison=True) for split in (single, *crossed)),
-        *(_cell(split, sampling=SEEDED) for split in (*crossed, Split(tp=widths[-1]))),
+        *(_cell(split, sampling=SEEDED) for split in seeded),
         _cell(single, chunk=32, sampling=SEEDED),
         _cell(single, batch=BATCH, sampling=SEEDED),
         *(_cell(split, comm="torch") for split in crossed),
         *(
             _cell(split, kernels=body, prompt_tokens=64, num_tokens=3)
-            for split in (single, pair)
+            for split in pairs
             for body in ("scalar", "avx2")
         ),
         *(
             _cell(split, kernels="reference", prompt_tokens=slow_prompt, num_tokens=slow_tokens)
-            for split in (single, pair)
+            for split in pairs
         ),
     ]
 
