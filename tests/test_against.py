@@ -34,6 +34,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--report", "out.html"), "--report"),
         (("--in-process",), "--in-process"),
         (("--prompt-tokens", "9"), "--prompt-tokens"),
+        (("--tokens", "9"), "--tokens"),
         (("--layouts", "tp2"), "a grid"),
         (("--grid", "full"), "a grid"),
     ],

@@ -6,12 +6,17 @@ shows nothing. Models are the tiny ones of tests/models.py; the demo model is sl
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,10 +27,12 @@ import numpy as np
 import pytest
 from grid import the_model
 from models import MODELS, plant_overflow, write_hf_model
+from test_check import FailsAtTwo
 from test_checkpoint_gguf import needs_demo
 
 from anyshard.checkpoint import Checkpoint
 from anyshard.cli import main, running
+from anyshard.cli.screen import Bar
 from anyshard.errors import OptionError
 from anyshard.ops import available_bodies
 from anyshard.verify import check, naive
@@ -37,11 +44,12 @@ from anyshard.verify.naive import rank_of_any_order
 from anyshard.verify.prompt import hashed_tokens
 
 SHORT = ("--in-process", "--prompt-tokens", "40", "--tokens", "3")
+GENERATES = {"THREADS": "2", "CHUNK": "32", "KERNELS": "scalar", "HEADS": "5,4", "LAYERS": "2,1"}
 CELL_FIELDS = {
     "cell", "profile_hash", "positions", "vocab", "digest", "elements_differing", "max_ulp",
-    "tokens_equal", "verdict", "witness", "first_divergence", "fault", "wire_bytes_per_token",
-    "weight_bytes", "kv_bytes", "prefill_tokens_per_s", "decode_tokens_per_s", "speed_ratio",
-    "seconds",
+    "tokens_equal", "verdict", "witness", "first_divergence", "neighbours", "fault", "lost",
+    "wire_bytes_per_token", "weight_bytes", "kv_bytes", "prefill_tokens_per_s",
+    "decode_tokens_per_s", "speed_ratio", "seconds",
 }  # fmt: skip
 
 
@@ -154,6 +162,41 @@ def test_a_fault_in_a_cell_is_a_difference(
     assert cell["fault"].startswith("layers.0.")
 
 
+def test_a_lost_cell_is_told_and_the_others_are_compared(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 4: it is no pass; 5 only where no cell could be compared."""
+    monkeypatch.setitem(naive.ORDERS, "written", FailsAtTwo)
+    page = tmp_path / "out.html"
+    ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,tp3", "--report", str(page))
+    assert ran.code == 4
+    assert "1 of 2 cells LOST ranks; 1 of 2 cells equal the unsplit run" in ran.out
+    assert "  ranks were lost: rank " in ran.out and "a planted failure" in ran.out
+    assert ran.err.startswith("anyshard: cell tp2: ranks were lost: rank ")
+    assert '<span class="lost">lost</span>' in page.read_text("utf-8")
+    alone = Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--json")
+    assert alone.code == 5 and alone.record["lost"] == 1 and not alone.record["equal"]
+    assert alone.record["cells"][0]["verdict"] == "lost"
+
+
+def test_rows_are_shown_whatever_ends_the_grid(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a bar, where rows are kept until it goes."""
+    ordinary = check.run_cell
+
+    def run(group: Any, model: Any, cell: Cell, **rest: Any) -> Any:
+        if cell.tp == 3:
+            raise KeyboardInterrupt
+        return ordinary(group, model, cell, **rest)
+
+    monkeypatch.setattr(check, "run_cell", run)
+    monkeypatch.setattr(Bar, "shown", True)
+    ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,tp3")
+    assert ran.code == 130
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["cell", "unsplit", "tp2"]
+
+
 def test_an_unsplit_run_that_fails_is_no_pass(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +288,7 @@ REFUSED = {
     ("--kernels", "auto,fast"): "--kernels has 'fast'; it can hold auto, avx2, scalar, reference",
     ("--grid", "quick", "--chunk", "7"): "--grid quick is a fixed set of cells and --chunk makes",
     ("--prompt-tokens", "0"): "--prompt-tokens is 0; it can be 1 to 65536",
-    ("--prompt-tokens", "510"): "the context holds 512",
+    ("--prompt-tokens", "510"): "the context holds 512; lower --prompt-tokens or --tokens",
     ("--tokens", "0"): "--tokens is 0; it can be 1 to 4096",
     ("--batch", ",".join(["1"] * 1001)): "these lists make 1001 cells; at most 1000",
     ("--report", "nowhere/at/all.html"): "name a file in a folder that exists",
@@ -260,6 +303,43 @@ def test_a_mistake_is_one_sentence_and_exit_2(
     assert ran.code == 2 and ran.out == ""
     assert REFUSED[tuple(arguments)] in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_variables_of_generate_are_no_lists(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads for `generate` must not make one cell of the grid's fourteen."""
+    for name, value in GENERATES.items():
+        monkeypatch.setenv(f"ANYSHARD_{name}", value)
+    monkeypatch.setattr(
+        "anyshard.verify.grid.quick", lambda config: [Cell(axis="tp", tp=tp) for tp in (2, 3)]
+    )
+    for arguments in ((), ("--grid", "quick")):
+        ran = Ran(capfd, tiny, *SHORT, "--json", *arguments)
+        assert ran.code == 0, ran.err
+        assert [cell["cell"] for cell in ran.record["cells"]] == ["tp2", "tp3"]
+    monkeypatch.setenv("ANYSHARD_LAYOUTS", "pp2")
+    ran = Ran(capfd, tiny, *SHORT, "--json")
+    assert [cell["cell"] for cell in ran.record["cells"]] == ["pp2"], "it is no other verb's"
+
+
+@pytest.mark.parametrize("report", [False, True])
+def test_a_reader_that_leaves_is_no_pass(report: bool, tiny: str, tmp_path: Path) -> None:
+    """Unless there is another: a report is written, and the verdict is the exit code."""
+    page = tmp_path / "out.html"
+    more = ("--report", str(page)) if report else ()
+    command = [sys.executable, "-m", "anyshard.cli", "verify", tiny, *SHORT, "--layouts", "tp2"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [*command, *more], stdout=writer, stderr=subprocess.PIPE, timeout=100, check=False
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == b""
+    assert done.returncode == (0 if report else 128 + signal.SIGPIPE)
+    assert page.exists() == report
 
 
 class Checked(HTMLParser):
@@ -310,6 +390,57 @@ def test_report_is_one_page_that_escapes_what_it_is_told(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_report_is_refused_before_anything_runs(
+    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe, loop = tmp_path / "pipe", tmp_path / "loop"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    for target, word in {
+        pipe: "is no regular file",
+        loop: "cannot be written",
+        tmp_path: "name a file in a folder",
+        tmp_path / ("n" * 300): "cannot be written",
+    }.items():
+        ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--report", str(target))
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1) and word in ran.err
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_report_goes_where_a_link_leads(
+    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "out.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    assert Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--report", str(link)).code == 0
+    assert link.is_symlink() and target.read_text("utf-8").startswith("<!DOCTYPE html>")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["out.html"]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_report_that_fails_hides_no_verdict(
+    differs: bool,
+    tiny: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if differs:
+        monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    ran = Ran(
+        capfd, tiny, *SHORT, "--layouts", "tp2", "--json", "--report", str(tmp_path / "out.html")
+    )
+    assert ran.code == (4 if differs else 2) and ran.record["equal"] is not differs
+    assert "out.html cannot be written: " in ran.err and ran.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "nothing half-written"
+
+
 def test_max_ulp_counts_floats() -> None:
     one = np.array([1, -1, 0], np.float32)
     assert max_ulp(one, one) == 0
@@ -346,6 +477,23 @@ def test_layouts_are_written_as_they_are_shown() -> None:
     for wrong in ("", "tp", "2", "pp2tp2", "tp2 pp2", "heads7,2x", "tp-1", "heads+2", "tp2pp"):
         with pytest.raises(OptionError):
             parse_layouts(wrong)
+
+
+def test_lists_are_counted_before_they_are_crossed() -> None:
+    many = Lists(batches=(1,) * 5000, chunks=(None,) * 5000, threads=(1,) * 5000)
+    with pytest.raises(OptionError, match="these lists make 125000000000 cells; at most 1000"):
+        cells_of(many)
+
+
+def test_named_grids_fit_every_small_model() -> None:
+    for heads, deep in itertools.product((1, 2, 3, 4, 5, 9), (1, 2, 3, 4)):
+        config = replace(
+            MODELS["adversarial-9-3"], num_heads=heads, num_kv_heads=1, num_layers=deep
+        )
+        for grid in (quick, full):
+            cells = grid(config)
+            assert len({cell.name for cell in cells}) == len(cells), "no cell twice"
+            assert all(cell.tp <= heads and cell.pp <= deep for cell in cells)
 
 
 def test_named_grids_are_as_large_as_they_say() -> None:

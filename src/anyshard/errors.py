@@ -53,15 +53,25 @@ class OptionError(UserError):
 
 
 class PromptTooLong(UserError):
-    """Prompt plus requested tokens exceed the context length, all in tokens."""
+    """Prompt plus requested tokens exceed the context length, all in tokens.
 
-    def __init__(self, *, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+    remedy: what to do, by the names of the caller's flags.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        limit: int,
+        remedy: str = "shorten the prompt or lower --max-tokens",
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.limit = limit
         super().__init__(
             f"the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for, "
-            f"but the context holds {limit}; shorten the prompt or lower --max-tokens"
+            f"but the context holds {limit}; {remedy}"
         )
 
 

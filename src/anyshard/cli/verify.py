@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,15 +21,13 @@ from cyclopts import Parameter
 from anyshard import __version__
 from anyshard.cli.correctness import Against, tell_accuracy
 from anyshard.cli.flags import SplitFlags, in_range
-from anyshard.cli.memory import memory_need
+from anyshard.cli.parting import Parting, admit_cells
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
-from anyshard.cli.screen import Bar
-from anyshard.errors import DifferenceFound, LayoutError, OptionError, PromptTooLong
+from anyshard.cli.screen import Bar, abandon_stdout
+from anyshard.errors import DifferenceFound, OptionError, PeerLost, PromptTooLong
 from anyshard.files import replace_file
-from anyshard.host import size_text
 
 if TYPE_CHECKING:
-    from anyshard.checkpoint import Checkpoint
     from anyshard.launcher import RankGroup
     from anyshard.ops import KernelChoice
     from anyshard.verify.cells import Cell, Model
@@ -40,8 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["GridFlags", "verify"]
 
 DEFAULT_PROMPT_TOKENS = 300
+DEFAULT_TOKENS = 8
 ALL_COLUMNS = 1 << 16
 BODIES = ("auto", "avx2", "scalar", "reference")
+#: Without a variable: ANYSHARD_THREADS and its like are `generate`'s, and would make a small grid.
+List = Annotated[str | None, Parameter(show_env_var=False)]
 
 
 @Parameter(name="*")
@@ -53,17 +54,17 @@ class GridFlags:
     "A fixed set of cells: quick (the default) or full, of which some take minutes."
     layouts: str | None = None
     "Splits: tp2,pp3,tp3pp2, or cuts of your own: heads7+2,layers22+8; tp1 is the unsplit model."
-    heads: str | None = None
+    heads: List = None
     "One more layout: query heads of each rank, such as 5,4."
-    layers: str | None = None
+    layers: List = None
     "One more layout, or the depth of --heads: layers of each stage, such as 22,8."
     batch: str | None = None
     "Requests in flight at once, such as 1,17; the one compared is the last of them."
-    chunk: str | None = None
+    chunk: List = None
     "Most rows of the prompt in a step, such as 7,32,all."
-    threads: str | None = None
+    threads: List = None
     "Threads per rank, such as 1,2."
-    kernels: str | None = None
+    kernels: List = None
     "Kernel bodies, such as auto,scalar."
 
     def lists(self) -> Lists | None:
@@ -128,7 +129,7 @@ def verify(
     *,
     cells: GridFlags = GridFlags(),
     prompt_tokens: int | None = None,
-    tokens: int = 8,
+    tokens: int | None = None,
     in_process: Annotated[bool, Parameter(negative="")] = False,
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -137,7 +138,8 @@ def verify(
     """Run many layouts against the unsplit model and compare every logit, bit by bit.
 
     Each cell stands beside its witness: the share of logits that would change if the same split
-    were summed in the order of an ordinary engine. Exit code 4 if any cell differs.
+    were summed in the order of an ordinary engine. Exit code 4 if any cell differs, 5 if all of
+    them lost their ranks.
 
     Parameters
     ----------
@@ -146,7 +148,7 @@ def verify(
     prompt_tokens
         Tokens of the prompt, 300 if the context holds them.
     tokens
-        Decode steps after the prompt, one token each.
+        Decode steps after the prompt, one token each, 8 by default.
     in_process
         Run ranks as threads of this process instead of forked processes.
     against
@@ -160,7 +162,8 @@ def verify(
     if against is not None:
         used = [name for name, is_used in (
             ("--report", report is not None), ("--in-process", in_process),
-            ("--prompt-tokens", prompt_tokens is not None), ("a grid", cells != GridFlags()),
+            ("--prompt-tokens", prompt_tokens is not None), ("--tokens", tokens is not None),
+            ("a grid", cells != GridFlags()),
         ) if is_used]  # fmt: skip
         if used:
             raise OptionError(f"--against {against} runs no cells, so {used[0]} has no place there")
@@ -177,33 +180,42 @@ class _Verify:
         model: str | None,
         flags: GridFlags,
         prompt_tokens: int | None,
-        tokens: int,
+        tokens: int | None,
         in_process: bool,
         as_json: bool,
         report: Path | None,
     ) -> None:
         in_range("prompt-tokens", prompt_tokens, 1, 1 << 16)
         in_range("tokens", tokens, 1, 1 << 12)
-        self.path, self.as_json, self.report = model, as_json, report
+        self.path, self.as_json = model, as_json
+        self.report = None if report is None else _report_target(report)
         self.grid, self.lists = flags.grid or "quick", flags.lists()
-        self.asked_prompt, self.tokens, self.in_process = prompt_tokens, tokens, in_process
-        if report is not None and (report.is_dir() or not report.resolve().parent.is_dir()):
-            raise OptionError(f"--report {report}: name a file in a folder that exists")
+        self.asked_prompt, self.in_process = prompt_tokens, in_process
+        self.tokens = DEFAULT_TOKENS if tokens is None else tokens
 
     def run(self) -> int:
         """Print the table or the JSON; returns the exit code. Raises: UserError, PeerLost."""
         from anyshard.verify.naive import rank_of_any_order
+        from anyshard.verify.page import html
 
         flags = SplitFlags(comm="threads" if self.in_process else "shm")
         opened = open_model(self.path, flags, num_prompts=1)
         model, request = self._subject(opened)
         cells, skipped = self._cells(model)
-        self._admit(opened, model, request, cells)
+        admit_cells(opened, model, request, cells)
         with rank_group(opened, body=rank_of_any_order) as loading:
             wait_loaded(loading, limit=request.prompt_tokens + request.decode_tokens + 1)
-            report = self._compare(loading.group, opened.checkpoint, model, request, cells, skipped)
+            report = self._compare(opened, loading.group, model, request, cells, skipped)
         self._tell(report)
-        return 0 if report.equal else DifferenceFound.exit_code
+        code = _exit_code(report)
+        if self.report is not None:
+            try:
+                _write(self.report, html(report))
+            except OptionError as error:
+                if not code:
+                    raise
+                print(f"anyshard: {error}", file=sys.stderr)  # the verdict weighs more
+        return code
 
     def _subject(self, opened: Opened) -> tuple[Model, RequestShape]:
         """The model and the request of every cell. Raises: PromptTooLong, OptionError."""
@@ -217,7 +229,10 @@ class _Verify:
         count = self.asked_prompt or min(DEFAULT_PROMPT_TOKENS, room)
         if not 1 <= count <= room:
             raise PromptTooLong(
-                prompt_tokens=max(1, count), max_tokens=self.tokens + 1, limit=config.context
+                prompt_tokens=max(1, count),
+                max_tokens=self.tokens + 1,
+                limit=config.context,
+                remedy="lower --prompt-tokens or --tokens",
             )
         if checkpoint.tokenizer_material is None:
             prompt = hashed_tokens(count, config.vocab, seed=0)
@@ -240,44 +255,10 @@ class _Verify:
         check_layouts(cells, model)
         return cells, ()
 
-    def _admit(
-        self, opened: Opened, model: Model, request: RequestShape, cells: list[Cell]
-    ) -> None:
-        """Raises: LayoutError for the first cell that this host has too little memory for."""
-        from anyshard.model import program
-
-        if opened.free is None:
-            return
-        known: set[tuple[str, int]] = set()
-        for cell in cells:
-            if (cell.split, cell.batch) in known:
-                continue
-            known.add((cell.split, cell.batch))
-            layout, asked = cell.layout(model), request.of(cell, model.config.vocab)
-            ranks = (
-                program(model.config, model.profile, layout, rank) for rank in range(layout.world)
-            )
-            need = memory_need(
-                opened.checkpoint,
-                tuple(ranks),
-                tokens=asked.tokens_max,
-                num_seqs=cell.batch,
-                chunk=request.prompt_tokens,
-                comm=cell.comm,
-                prompt_logits=asked.prompt_logits,
-            )
-            compared = 8 * asked.rows_compared * model.config.vocab  # of both runs
-            if need.total + compared > opened.free:
-                raise LayoutError(
-                    f"cell {cell.name}: {size_text(need.total + compared)} of memory are needed "
-                    f"and {size_text(opened.free)} are free; choose other cells with --layouts and "
-                    "--batch, lower --prompt-tokens, or end other programs"
-                )
-
     def _compare(
         self,
+        opened: Opened,
         group: RankGroup,
-        checkpoint: Checkpoint,
         model: Model,
         request: RequestShape,
         cells: list[Cell],
@@ -285,34 +266,35 @@ class _Verify:
     ) -> Report:
         """Run them behind a bar; without one, print each row as it comes."""
         from anyshard.verify.check import Checker
-        from anyshard.verify.divergence import cell_divergence
-        from anyshard.verify.driver import served
         from anyshard.verify.report import Report
 
-        image = cache(lambda: served(checkpoint))  # for the replay, which is seldom wanted
-
         start, date, done = time.monotonic(), time.strftime("%F %H:%M UTC", time.gmtime()), 0
-        with Bar("comparing") as bar:
+        table, results = _Table(cells, self._say), []
 
-            def step() -> None:
-                nonlocal done
-                done += 1
-                bar.update(done, total)
+        def step() -> None:
+            nonlocal done
+            done += 1
+            bar.update(done, total)
 
-            def explain(cell: Cell) -> str:
-                bar.update(done, total, f"replaying {cell.name}")
-                found = cell_divergence(image(), group, model, cell, epochs=checker.epochs)
-                return "it did not repeat" if found is None else found.sentence()
-
-            checker = Checker(group, model, request, explain=explain, on_step=step)
-            total = checker.steps(cells)
-            results: list[CellResult] = []
-            table = _Table(cells, live=not (self.as_json or bar.shown))
-            for cell in (None, *cells):
-                results.append(checker.baseline() if cell is None else checker.check(cell))
-                table.add(results[-1])
-        if not self.as_json:
-            table.rest()
+        try:
+            with Bar("comparing") as bar:
+                table.live = not (self.as_json or bar.shown)
+                checker = Checker(group, model, request, on_step=step)
+                parting = Parting(opened, group, model, epochs=checker.epochs)
+                total = checker.steps(cells)
+                for cell in (None, *cells):
+                    result = checker.baseline() if cell is None else checker.check(cell)
+                    table.add(result)
+                    found = result.first_divergence
+                    if cell is not None and found is not None and found.where is None:
+                        bar.update(done, total, f"replaying {cell.name}")
+                        where = parting.where(checker.asked(cell))
+                        result = replace(result, first_divergence=replace(found, where=where))
+                    table.add_note(result)
+                    results.append(result)
+        finally:
+            if not self.as_json:
+                table.rest()  # also of a grid that did not come to its end
         return Report(
             model=model.name,
             version=__version__,
@@ -330,17 +312,17 @@ class _Verify:
         )
 
     def _tell(self, report: Report) -> None:
-        from anyshard.verify.page import html
         from anyshard.verify.report import as_json, summary
 
-        if self.report is not None:
-            _write(self.report, html(report))
+        for cell in report.cells:
+            if cell.lost is not None:
+                print(f"anyshard: cell {cell.cell}: ranks were lost: {cell.lost}", file=sys.stderr)
         if self.as_json:
-            print(json.dumps(as_json(report)))
+            self._say(json.dumps(as_json(report)))
             return
-        for cell, reason in report.skipped:
-            print(f"skipped {cell}: {reason}")
-        print(
+        for name, reason in report.skipped:
+            self._say(f"skipped {name}: {reason}")
+        self._say(
             f"\n{summary(report)}\n"
             f"{report.model} · {report.profile} {report.profile_hash[:12]} · "
             f"{report.prompt_tokens} prompt tokens, {report.decode_tokens} decode steps · "
@@ -348,37 +330,81 @@ class _Verify:
             f"{report.seconds:.0f} s"
         )
 
+    def _say(self, text: str) -> None:
+        """On stdout; if its reader has left, a report is still to be written."""
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            if self.report is None:
+                raise
+            abandon_stdout()
+
+
+def _exit_code(report: Report) -> int:
+    """0 all equal; 5 ranks were lost in every cell; else 4."""
+    if report.equal:
+        return 0
+    all_lost = report.num_lost == len(report.cells)
+    return (PeerLost if all_lost else DifferenceFound).exit_code
+
 
 class _Table:
-    """Rows on stdout, as they come or all at the end."""
+    """Rows for `say`: as they come if it is live, or all at the end."""
 
-    def __init__(self, cells: Sequence[Cell], *, live: bool) -> None:
-        from anyshard.verify.report import columns, head_line
+    def __init__(self, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
+        from anyshard.verify.report import columns
 
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else ALL_COLUMNS
         self._columns = columns([cell.name for cell in cells], width=width)
-        self._live, self._lines = live, [head_line(self._columns)]
+        self._say, self._lines, self._has_head, self.live = say, list[str](), False, False
 
     def add(self, result: CellResult) -> None:
         """The next row."""
-        from anyshard.verify.report import divergence_text, row_line
+        from anyshard.verify.report import head_line, row_line
 
+        self._lines += [] if self._has_head else [head_line(self._columns)]
         self._lines.append(row_line(result, self._columns))
-        where = divergence_text(result)
-        self._lines += [f"  {where}"] if where else []
-        if self._live:
+        self._has_head = True
+        self._show()
+
+    def add_note(self, result: CellResult) -> None:
+        """What is wrong with it, if anything is, below its row."""
+        from anyshard.verify.report import divergence_text
+
+        text = divergence_text(result)
+        self._lines += [f"  {text}"] if text else []
+        self._show()
+
+    def _show(self) -> None:
+        if self.live:
             self.rest()
 
     def rest(self) -> None:
-        """Print what is not printed yet."""
-        for line in self._lines:
-            print(line, flush=True)
-        self._lines = []
+        """Say what is not said yet."""
+        lines, self._lines = self._lines, []
+        for line in lines:
+            self._say(line)
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+def _report_target(path: Path) -> Path:
+    """The file that --report names, through links. Raises: OptionError if it cannot be written."""
     try:
-        replace_file(path, text.encode())
-    except OSError as error:
+        target = path.resolve()
+        found = target.stat() if target.exists() else None
+    except (OSError, RuntimeError) as error:
         raise OptionError(f"--report {path} cannot be written: {error}") from None
+    if not target.parent.is_dir() or (found is not None and stat.S_ISDIR(found.st_mode)):
+        raise OptionError(f"--report {path}: name a file in a folder that exists")
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        raise OptionError(f"--report {path} is no regular file; name one, or a new one")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise OptionError(f"--report {path}: the folder {target.parent} cannot be written to")
+    return target
+
+
+def _write(target: Path, text: str) -> None:
+    """Whole or not at all. Raises: OptionError."""
+    try:
+        replace_file(target, text.encode())
+    except OSError as error:
+        raise OptionError(f"--report {target} cannot be written: {error}") from None

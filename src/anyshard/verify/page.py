@@ -30,7 +30,8 @@ body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 110rem; color: var(
   background: var(--page); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.35rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
 .summary { font-size: 1.1rem; font-weight: 600; margin: .5rem 0 1rem; }
-.equal { color: var(--good); } .differs { color: var(--bad); } .vacuous { color: var(--odd); }
+.equal { color: var(--good); } .differs, .lost { color: var(--bad); }
+.vacuous { color: var(--odd); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0 0 1.5rem; }
 dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
@@ -67,7 +68,8 @@ NOTES = (
     "that only places work has no order to change. Wire: of all ranks, without the logits gathered "
     "to be compared. tok/s: decoding, of all requests in flight; × unsplit: against the unsplit "
     "run of one such request. Where a cell differs, the line below it shows the first logit that "
-    "does, as hexadecimal floats."
+    "does, as hexadecimal floats, and the op and rank where the run parts. Lost: ranks "
+    "of the cell died or fell silent."
 )
 
 
@@ -131,16 +133,17 @@ def _class(name: str, *, empty: bool = False) -> str:
 
 def _row(cell: CellResult) -> str:
     is_unsplit = cell.cell == "unsplit"
-    verdict = {"equal": "equal", "vacuous": "nothing to show", "differs": "differs"}[cell.verdict]
+    verdict = "nothing to show" if cell.verdict == "vacuous" else cell.verdict
+    tokens = {True: "equal", False: '<span class="differs">differ</span>', None: ""}
     values = (
         escape(cell.cell),
         "" if is_unsplit else f'<span class="{cell.verdict}">{verdict}</span>',
         f"<code>{escape(cell.profile_hash[:8])}</code>",
         f"{cell.positions} × {cell.vocab}",
         f"<code>{escape(cell.digest[:12])}</code>",
-        f"{cell.elements_differing:,}",
+        "" if cell.elements_differing is None else f"{cell.elements_differing:,}",
         "" if cell.max_ulp is None else f"{cell.max_ulp:,}",
-        "equal" if cell.tokens_equal else '<span class="differs">differ</span>',
+        tokens[cell.tokens_equal],
         "" if is_unsplit else _witness(cell),
         f"{cell.wire_bytes_per_token:,.0f}",
         per_rank_text(cell.weight_bytes),

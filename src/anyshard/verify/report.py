@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 MB = 1e6
+MARKS = {"equal": "", "vacuous": "nothing to show", "differs": "DIFFERS", "lost": "LOST"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,13 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether no cell differs."""
-        return all(cell.verdict != "differs" for cell in self.cells)
+        """Whether every cell was compared and none differs."""
+        return all(cell.verdict in ("equal", "vacuous") for cell in self.cells)
+
+    @property
+    def num_lost(self) -> int:
+        """Cells that lost ranks and of which no difference is known."""
+        return sum(cell.verdict == "lost" for cell in self.cells)
 
     @property
     def num_vacuous(self) -> int:
@@ -60,8 +66,10 @@ def summary(report: Report) -> str:
     """One sentence: how many cells are equal, how many differ, how many show nothing."""
     total = len(report.cells)
     differing = sum(cell.verdict == "differs" for cell in report.cells)
-    equal = total - differing - report.num_vacuous
+    equal = total - differing - report.num_vacuous - report.num_lost
     parts = [f"{differing} of {total} {_cells(total)} DIFFER"] if differing else []
+    if report.num_lost:
+        parts.append(f"{report.num_lost} of {total} {_cells(total)} LOST ranks")
     parts.append(f"{equal} of {total} {_cells(total)} equal the unsplit run in every bit")
     if report.num_vacuous:
         parts.append(
@@ -85,6 +93,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "equal": report.equal,
         "vacuous": report.num_vacuous,
+        "lost": report.num_lost,
         "summary": summary(report),
     } | record
 
@@ -92,7 +101,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def witness_text(cell: CellResult) -> str:
     """`tp 95.7% chunk 92.6%`, or that there is no order to change."""
     if not cell.witness:
-        return "no order to change"
+        return "no order to change" if cell.lost is None else "-"
     return " ".join(f"{axis} {_percent(share)}" for axis, share in cell.witness.items())
 
 
@@ -103,18 +112,36 @@ def _percent(share: float) -> str:
 
 
 def per_rank_text(sizes: Sequence[int]) -> str:
-    """Bytes of each rank in MB: one number where all have about the same, or least to most."""
+    """Bytes of each rank in MB: one number where all have about the same, or least to most.
+
+    `-` without ranks.
+    """
+    if not sizes:
+        return "-"
     low, high = min(sizes) / MB, max(sizes) / MB
     return f"{high:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f}-{high:.1f}"
 
 
 def divergence_text(cell: CellResult) -> str:
-    """Where a cell first parts from the unsplit run; empty where it does not."""
-    found = cell.first_divergence
-    if found is None:
-        return "" if cell.fault is None else f"it failed: a value left float32 in {cell.fault}"
-    place = f"position {found.position}, id {found.token_id}: {found.unsplit} became {found.cell}"
-    return place if found.where is None else f"{place}; {found.where}"
+    """Where a cell first parts from the unsplit run, or what else is wrong with it; else empty."""
+    parts, found = [], cell.first_divergence
+    if found is not None and found.what == "logit":
+        values = f"{found.unsplit} became {found.cell}"
+        parts.append(f"position {found.position}, id {found.token_id}: {values}")
+    elif found is not None:
+        parts.append(
+            f"position {found.position}: token {found.unsplit} became {found.cell}, "
+            "and all logits up to there are equal"
+        )
+    if found is not None and found.where is not None:
+        parts.append(found.where)
+    if cell.neighbours:
+        parts.append(cell.neighbours)
+    if cell.fault is not None:
+        parts.append(f"it failed: a value left float32 in {cell.fault}")
+    if cell.lost is not None:
+        parts.append(f"ranks were lost: {cell.lost.splitlines()[0]}")
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -137,10 +164,10 @@ def columns(cells: Iterable[str], *, width: int) -> list[Column]:
     widest = max((len(name) for name in cells), default=0)
     found = [
         Column("cell", max(widest, len("unsplit")), 0, lambda c: c.cell, left=True),
-        Column("digest", 12, 4, lambda c: c.digest[:12], left=True),
+        Column("digest", 12, 4, lambda c: c.digest[:12] or "-", left=True),
         Column("differ", 9, 0, lambda c: _short(c.elements_differing)),
-        Column("ulp", 7, 2, lambda c: "-" if c.max_ulp is None else _short(c.max_ulp)),
-        Column("tokens", 6, 1, lambda c: "equal" if c.tokens_equal else "DIFFER", left=True),
+        Column("ulp", 7, 2, lambda c: _short(c.max_ulp)),
+        Column("tokens", 6, 1, _tokens_column, left=True),
         Column("witness", 26, 0, _witness_column, left=True),
         Column("wire B/tok", 10, 5, lambda c: f"{c.wire_bytes_per_token:,.0f}"),
         Column("weights MB", 11, 6, lambda c: per_rank_text(c.weight_bytes)),
@@ -158,8 +185,12 @@ def _witness_column(cell: CellResult) -> str:
     return "" if cell.cell == "unsplit" else witness_text(cell)
 
 
+def _tokens_column(cell: CellResult) -> str:
+    return {True: "equal", False: "DIFFER", None: "-"}[cell.tokens_equal]
+
+
 def _mark(cell: CellResult) -> str:
-    return {"equal": "", "vacuous": "nothing to show", "differs": "DIFFERS"}[cell.verdict]
+    return MARKS[cell.verdict]
 
 
 def head_line(table: Sequence[Column]) -> str:
@@ -172,6 +203,8 @@ def row_line(cell: CellResult, table: Sequence[Column]) -> str:
     return "  ".join(column.cell(column.text(cell)) for column in table).rstrip()
 
 
-def _short(count: int) -> str:
-    """A count in at most nine characters."""
+def _short(count: int | None) -> str:
+    """A count in at most nine characters; `-` for none."""
+    if count is None:
+        return "-"
     return f"{count:,}" if count < 1_000_000 else f"{count:.1e}"
