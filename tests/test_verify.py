@@ -427,7 +427,7 @@ def test_a_report_that_fails_hides_no_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if differs:
-        monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+        monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
 
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
