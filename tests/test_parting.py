@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-import planted
+import mutants
 import pytest
 from models import MODELS, write_hf_model
 from test_verify import SHORT, Ran
@@ -16,7 +16,7 @@ from anyshard.verify import naive
 LAYOUTS = ("--layouts", "tp2,pp2", "--json")
 
 
-class FailsInReplay(planted.MissingNode):
+class FailsInReplay(mutants.MissingNode):
     """Also fails as soon as anybody looks."""
 
     def _take(self, frame: Frame) -> None:
@@ -44,7 +44,7 @@ def where_of(ran: Ran) -> str:
 def test_a_replay_that_has_no_room_is_left_out(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
     monkeypatch.setattr(parting, "read_memory", lambda: (1 << 40, 10**6))
     assert "where it parts could not be found: " in where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS))
     shown = Ran(capfd, tiny, *SHORT, "--layouts", "tp2")
@@ -57,7 +57,7 @@ def test_a_replay_that_the_system_refuses_is_a_note(
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setitem(naive.ORDERS, "written", planted.MissingNode)
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
     monkeypatch.setattr("anyshard.verify.divergence.tempfile.TemporaryDirectory", full_disk)
     where = where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS))
     assert where.startswith("where it parts could not be found: the system refused: ")

@@ -77,7 +77,8 @@ class Cell:
 
     prompt_tokens, num_tokens: how much of the request is run (the baseline runs the same).
     prompt_logits: how many prompt positions before the last are compared, besides the tokens
-    emitted. comm "auto": the wire of the rank group that runs it.
+    emitted. comm "auto": the wire of the rank group that runs it. is_short: it runs less of the
+    request than others do, which its name says, for its digest is another.
     """
 
     axis: Axis
@@ -97,6 +98,7 @@ class Cell:
     prompt_tokens: int = PROMPT_TOKENS
     num_tokens: int = NUM_TOKENS
     prompt_logits: int = 0
+    is_short: bool = False
 
     @property
     def name(self) -> str:
@@ -117,6 +119,8 @@ class Cell:
         parts += ["pages"] if self.shuffled or self.poison else []
         if not self.sampling.greedy:
             parts.append(f"T={self.sampling.temperature:g}")
+        if self.is_short:
+            parts.append(f"({self.prompt_tokens}+{self.num_tokens - 1} tokens)")
         return " ".join(parts)
 
     @property

@@ -147,7 +147,7 @@ def quick(config: ModelConfig) -> list[Cell]:
         _cell(Split(), batch=BATCH),
         *([_cell(Split(tp=2), chunk=32, batch=BATCH)] if heads > 1 else []),
         _cell(Split(), shuffled=True, poison=True),
-        _cell(Split(), kernels="scalar", prompt_tokens=32, num_tokens=3),
+        _cell(Split(), kernels="scalar", prompt_tokens=32, num_tokens=3, is_short=True),
     ]
 
 
@@ -187,12 +187,18 @@ def full(config: ModelConfig) -> list[Cell]:
         _cell(single, batch=BATCH, sampling=SEEDED),
         *(_cell(split, comm="torch") for split in crossed),
         *(
-            _cell(split, kernels=body, prompt_tokens=64, num_tokens=3)
+            _cell(split, kernels=body, prompt_tokens=64, num_tokens=3, is_short=True)
             for split in pairs
             for body in ("scalar", "avx2")
         ),
         *(
-            _cell(split, kernels="reference", prompt_tokens=slow_prompt, num_tokens=slow_tokens)
+            _cell(
+                split,
+                kernels="reference",
+                prompt_tokens=slow_prompt,
+                num_tokens=slow_tokens,
+                is_short=True,
+            )
             for split in pairs
         ),
     ]
