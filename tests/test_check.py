@@ -17,9 +17,10 @@ import pytest
 from grid import the_model
 
 from anyshard.comm.control import Frame
+from anyshard.engine import Event
 from anyshard.launcher import RankGroup
-from anyshard.verify import check, naive
-from anyshard.verify.cells import Cell, Outcome, run_cell
+from anyshard.verify import cells, check, naive
+from anyshard.verify.cells import Cell, Outcome, Place, run_cell
 from anyshard.verify.check import Checker, RequestShape, unlike
 from anyshard.verify.driver import open_group
 from anyshard.verify.naive import rank_of_any_order
@@ -179,6 +180,44 @@ def test_neighbours_are_compared_too(checker: Checker, monkeypatch: pytest.Monke
     assert pair.verdict == "differs" and pair.elements_differing == 0 and pair.tokens_equal
     assert pair.neighbours == "1 of 2 neighbours differ from those of tp1 last of 3"
     assert divergence_text(pair) == pair.neighbours
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_neighbour_with_the_same_prompt_is_another_request(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a vocabulary of one token; its answer is shorter, so its digest is another."""
+    model = the_model(MODEL)
+    monkeypatch.setattr(
+        cells, "neighbours", lambda model, count: [model.prompt[:30], model.prompt[:30]][:count]
+    )
+    group = open_group(model.served, rank_of_any_order, forked=False)
+    try:
+        checker = Checker(group, model, SHAPE)
+        found = checker.check(Cell(axis="batch", batch=3, place=place))
+        outcome = run_cell(group, model, checker.asked(Cell(axis="batch", batch=3)), epoch=99)
+    finally:
+        group.close()
+    assert found.verdict == "equal" and found.elements_differing == 0, divergence_text(found)
+    assert found.digest == checker.baseline().digest
+    assert len(outcome.others) == 2 and len(set(outcome.others.values())) == 2
+
+
+def test_rows_of_neighbours_are_not_kept(checker: Checker) -> None:
+    kept: list[int] = []
+
+    class Counted(cells._Collected):
+        def add(self, event: Event) -> None:
+            super().add(event)
+            if self.logits:
+                kept.append(id(self))
+
+    cell = checker.asked(Cell(axis="batch", batch=5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "_Collected", Counted)
+        outcome = run_cell(checker.group, checker.model, cell, epoch=next(checker.epochs))
+    assert len(outcome.others) == 4 and len(outcome.logits) == 33
+    assert len(set(kept)) == 1, "only the rows that are compared"
 
 
 def test_unlike_counts_in_little_memory() -> None:

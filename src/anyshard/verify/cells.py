@@ -174,7 +174,8 @@ class Outcome:
     """What a cell came to.
 
     logits: float32 [prompt_logits + num_tokens, V], in position order; digest: sha256 over them.
-    others: digests of the neighbours, by prompt. wire_bytes_per_token: of all ranks, per row run,
+    others: digests of the neighbours, by their index in `neighbours`, for of a small vocabulary
+    prompts may be alike. wire_bytes_per_token: of all ranks, per row run,
     without the logits gathered to be compared.
     """
 
@@ -182,7 +183,7 @@ class Outcome:
     tokens: tuple[int, ...]
     logits: F32
     fault: str | None
-    others: dict[tuple[int, ...], str]
+    others: dict[int, str]
     statuses: list[StatusView]
     costs: list[WireCost]
     wire_bytes_per_token: float
@@ -192,14 +193,14 @@ class Outcome:
 
 
 def neighbours(model: Model, count: int = BATCH - 1) -> list[tuple[int, ...]]:
-    """`count` prompts of 6 to NEIGHBOUR_TOKENS tokens, none like another."""
+    """`count` prompts of 6 to NEIGHBOUR_TOKENS tokens; of one token, some are alike."""
     vocab = model.config.vocab
     lengths = range(6, NEIGHBOUR_TOKENS + 1, 5)
     return [hashed_tokens(lengths[i % 16], vocab, seed=i + 1) for i in range(count)]
 
 
-def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[Request]:
-    """The batch of a cell, in submission order."""
+def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[tuple[int | None, Request]]:
+    """The batch of a cell, in submission order, each with its index in `neighbours`; mine None."""
     mine = Request(
         prompt=model.prompt[: cell.prompt_tokens],
         max_tokens=cell.num_tokens,
@@ -207,17 +208,23 @@ def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[Request]:
         want_logits=want_logits,
         prompt_logits=cell.prompt_logits,
     )
-    others = [
-        Request(prompt=prompt, max_tokens=max(1, cell.num_tokens - i % 5), want_logits=want_logits)
+    others: list[tuple[int | None, Request]] = [
+        (
+            i,
+            Request(
+                prompt=prompt, max_tokens=max(1, cell.num_tokens - i % 5), want_logits=want_logits
+            ),
+        )
         for i, prompt in enumerate(neighbours(model, cell.batch - 1))
     ]
     match cell.place:
         case "first":
-            return [mine, *others]
+            return [(None, mine), *others]
         case "last":
-            return [*others[::-1], mine]
+            return [*others[::-1], (None, mine)]
         case _:
-            return [*others[: cell.batch // 2 - 1], mine, *others[cell.batch // 2 - 1 :]]
+            before = cell.batch // 2 - 1
+            return [*others[:before], (None, mine), *others[before:]]
 
 
 def shuffled_pages(count: int) -> tuple[int, ...]:
@@ -227,6 +234,9 @@ def shuffled_pages(count: int) -> tuple[int, ...]:
 
 @dataclass
 class _Collected:
+    """Of one request; the rows themselves only if they are kept, or a batch would fill memory."""
+
+    keeps_rows: bool
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     tokens: list[int] = field(default_factory=list)
     logits: list[F32] = field(default_factory=list)
@@ -241,7 +251,8 @@ class _Collected:
             self.tokens.append(event.token)
         if event.logits is not None:
             self.digest.update(event.logits.astype("<f4").tobytes())
-            self.logits.append(event.logits.copy())
+            if self.keeps_rows:
+                self.logits.append(event.logits.copy())
 
 
 def run_cell(
@@ -287,21 +298,23 @@ def run_cell(
         epoch=epoch,
         steps=steps,
     )
-    collected = {engine.submit(request): _Collected() for request in requests}
+    mine, others = _Collected(keeps_rows=True), dict[int, _Collected]()
+    collected: dict[int, _Collected] = {}
+    for index, request in requests:
+        got = mine if index is None else others.setdefault(index, _Collected(keeps_rows=False))
+        collected[engine.submit(request)] = got
     for event in engine.run():
         collected[event.request_id].add(event)
     statuses = engine.control.statuses()
     costs = [wire_cost(each, steps) for each in engine.programs]
     engine.close()
-    found = {request.prompt: got for request, got in zip(requests, collected.values(), strict=True)}
-    mine = found.pop(model.prompt[: cell.prompt_tokens])
     timings, num_rows = engine.timings, sum(step.rows for step in steps)
     return Outcome(
         digest=mine.digest.hexdigest(),
         tokens=tuple(mine.tokens),
         logits=np.array(mine.logits, np.float32),
         fault=mine.fault,
-        others={prompt: got.digest.hexdigest() for prompt, got in found.items()},
+        others={index: got.digest.hexdigest() for index, got in sorted(others.items())},
         statuses=statuses,
         costs=costs,
         wire_bytes_per_token=sum(cost.bytes for cost in costs) / num_rows,

@@ -224,7 +224,7 @@ class Checker:
         self._unsplit: dict[Cell, Outcome] = {}
         self._forced: dict[tuple[Order, Cell], F32] = {}
         self._witness: dict[Cell, float] = {}
-        self._neighbours: dict[tuple[int, tuple[int, ...]], tuple[str, str]] = {}
+        self._neighbours: dict[tuple[int, int], tuple[str, str]] = {}
 
     def steps(self, cells: list[Cell]) -> int:
         """How often on_step will be called by `baseline` and a `check` of each of `cells`."""
@@ -384,10 +384,9 @@ class Checker:
     def _others(self, cell: Cell, outcome: Outcome) -> str:
         """The neighbours are held against the cell that first ran them: none of them is alone."""
         differing, first = 0, ""
-        for prompt, digest in outcome.others.items():
-            known, name = self._neighbours.setdefault(
-                (cell.num_tokens, prompt), (digest, cell.name)
-            )
+        for index, digest in outcome.others.items():
+            key = (cell.num_tokens, index)
+            known, name = self._neighbours.setdefault(key, (digest, cell.name))
             if digest != known:
                 differing, first = differing + 1, first or name
         if not differing:
