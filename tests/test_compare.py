@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -232,6 +233,50 @@ def test_runs_that_failed_say_so_though_they_are_equal(tmp_path: Path) -> None:
     code, out, _ = run("compare", str(a), str(c))
     assert code == 4
     assert "differ: first in fault at position 4, token 2 of the answer\n" in out
+
+
+def test_a_record_that_claims_many_layers_and_holds_none_costs_no_memory(tmp_path: Path) -> None:
+    """Two rows failed at once, by their manifests: 2^28 layers would be 1.9 GB a position."""
+    none, layers = small_record().digests, 1 << 28
+    empty = replace(none, embed=none.embed[:0], logits=none.logits[:0])
+    empty = replace(empty, layers=np.zeros((0, layers, 7), np.uint64))
+    paths = [str(tmp_path / f"{name}.anyd") for name in "ab"]
+    for path in paths:
+        claim = small_record(
+            model={"num_layers": layers},
+            layers=layers,
+            positions=0,
+            emitted_tokens=0,
+            fault="layers.0.qkv",
+        )
+        write_record(replace(claim, tokens=claim.tokens[:0], digests=empty), Path(path))
+    tracemalloc.start()
+    code, out, _ = run("compare", *paths)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+    assert code == 0 and "equal: 0 digests of 0 positions and 0 tokens\n" in out
+
+
+def test_texts_of_a_record_forge_no_line(tmp_path: Path) -> None:
+    """Nor a colour, nor a page of text, nor a direction of writing."""
+    ugly = "\x1b[2J\r\nequal: 9\u202e\x9b31m" + "x" * 500
+    a, b, c = (str(tmp_path / f"{name}.anyd") for name in "abc")
+    changes = {"anyshard": ugly, "date": ugly, "fault": ugly, "machine": {"cpu": [ugly] * 99}}
+    layout = dict.fromkeys(("tp", "pp", "comm", "kernels", "threads"), ugly)
+    for path in (a, b):
+        write_record(small_record(**changes, layout=layout), Path(path))
+    code, out, err = run("compare", a, b)
+    assert (code, err) == (0, "")
+    lines = out.split("\n")
+    assert [line.startswith("equal: ") for line in lines] == [False, False, True, False, False]
+    assert all(line.isprintable() and len(line) < 1000 for line in lines)
+    assert "?[2J??equal: 9??31mxxx" in lines[0] and "?" in lines[3]
+    sha = {"weights_sha256": ugly, "model": {"num_layers": 2, ugly: ugly}}
+    write_record(small_record(**sha), Path(c))
+    code, out, err = run("compare", a, c)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err[:-1].isprintable() and len(err) < 1000
 
 
 @pytest.mark.ranks

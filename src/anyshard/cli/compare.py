@@ -51,6 +51,8 @@ def compare(
 
 
 def _lines(paths: list[str], records: list[Record], found: Comparison) -> list[str]:
+    from anyshard.fidelity import printable
+
     width = max(len(path) for path in paths)
     lines = [
         f"{path:{width}}  {_run_text(record)}" for path, record in zip(paths, records, strict=True)
@@ -61,7 +63,8 @@ def _lines(paths: list[str], records: list[Record], found: Comparison) -> list[s
         lines.append(f"equal: {what}")
         fault, last = records[0].manifest.fault, found.positions
         if fault is not None and fault == records[1].manifest.fault and found.only_in == (0, 0):
-            lines.append(f"       both left the range of float32 in {fault} at position {last}")
+            op = printable(fault)
+            lines.append(f"       both left the range of float32 in {op} at position {last}")
     else:
         first, last = found.first, prompt - 1
         place = (
@@ -81,16 +84,21 @@ def _lines(paths: list[str], records: list[Record], found: Comparison) -> list[s
 
 
 def _run_text(record: Record) -> str:
-    """`tp 2 pp 1 · shm · avx2 x1 · 2026-11-29 · AMD EPYC`."""
+    """`tp 2 pp 1 · shm · avx2 x1 · 2026-11-29 · AMD EPYC`; a record may be anybody's."""
+    from anyshard.fidelity import printable
+
+    def named(values: dict[str, Any], name: str) -> str:
+        return printable(values.get(name, "?"))
+
     manifest = record.manifest
     layout = manifest.layout
     parts = [
-        f"tp {layout.get('tp', '?')} pp {layout.get('pp', '?')}",
-        str(layout.get("comm", "?")),
-        f"{layout.get('kernels', '?')} x{layout.get('threads', '?')}",
-        f"anyshard {manifest.anyshard}",
-        manifest.date,
-        str(manifest.machine.get("cpu", "?")),
+        f"tp {named(layout, 'tp')} pp {named(layout, 'pp')}",
+        named(layout, "comm"),
+        f"{named(layout, 'kernels')} x{named(layout, 'threads')}",
+        f"anyshard {printable(manifest.anyshard)}",
+        printable(manifest.date),
+        named(manifest.machine, "cpu"),
     ]
     return " · ".join(parts)
 

@@ -8,12 +8,11 @@ after it, and may only have inherited the difference. No tolerance: bits are equ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anyshard.fidelity.record import Manifest, Record
+from anyshard.fidelity.record import Manifest, Record, printable
 from anyshard.model import LAYER_POINTS
 
 __all__ = ["Comparison", "Divergence", "compare_records"]
@@ -71,48 +70,56 @@ def compare_records(a: Record, b: Record) -> Comparison:
         return Comparison(incomparable=reasons)
     positions = min(a.manifest.positions, b.manifest.positions)
     tokens = min(a.manifest.emitted_tokens, b.manifest.emitted_tokens)
-    grid = _grid(a, b, positions, tokens)
-    drawn = a.tokens[:tokens] != b.tokens[:tokens]
+    steps = _steps(a, b, positions)
+    drawn = _drawn(a, b, tokens)
     num_digests = positions * (1 + a.manifest.layers * len(LAYER_POINTS)) + tokens
     return Comparison(
-        first=_first(grid, a.manifest.layers) or _failed(a.manifest, b.manifest),
+        first=_first(steps, drawn, a.manifest) or _failed(a.manifest, b.manifest),
         positions=positions,
         digests=num_digests,
-        digests_differing=int(np.count_nonzero(grid[:, :-1])),
+        digests_differing=int(np.count_nonzero(steps)) + int(np.count_nonzero(drawn[:, 0])),
         tokens=tokens,
-        tokens_differing=int(np.count_nonzero(drawn)),
+        tokens_differing=int(np.count_nonzero(drawn[:, 1])),
         only_in=(a.manifest.positions - positions, b.manifest.positions - positions),
     )
 
 
-def _grid(a: Record, b: Record, positions: int, tokens: int) -> npt.NDArray[np.bool_]:
-    """What differs: [positions, points of a step in the order in which they are written]."""
+def _steps(a: Record, b: Record, positions: int) -> npt.NDArray[np.bool_]:
+    """What differs before the head: [positions, points in the order in which a step writes them].
 
-    def differ(x: npt.NDArray[Any], y: npt.NDArray[Any], count: int) -> npt.NDArray[np.bool_]:
-        return np.asarray(x[:count] != y[:count])
-
-    first = a.manifest.prompt_tokens - 1  # what stands there drew the first token emitted
+    No larger than the digests on file, whatever a manifest says of layers.
+    """
+    embed = a.digests.embed[:positions] != b.digests.embed[:positions]
+    layers = a.digests.layers[:positions] != b.digests.layers[:positions]
     columns = a.manifest.layers * len(LAYER_POINTS)
-    grid = np.zeros((max(positions, first + tokens), 1 + columns + 2), np.bool_)
-    grid[:positions, 0] = differ(a.digests.embed, b.digests.embed, positions)
-    layers = differ(a.digests.layers, b.digests.layers, positions)
-    grid[:positions, 1:-2] = layers.reshape(positions, columns)
-    grid[first : first + tokens, -2] = differ(a.digests.logits, b.digests.logits, tokens)
-    grid[first : first + tokens, -1] = differ(a.tokens, b.tokens, tokens)
-    return grid
+    return np.concatenate([embed[:, None], layers.reshape(positions, columns)], axis=1)
 
 
-def _first(grid: npt.NDArray[np.bool_], num_layers: int) -> Divergence | None:
-    places = np.flatnonzero(grid)
-    if not len(places):
+def _drawn(a: Record, b: Record, tokens: int) -> npt.NDArray[np.bool_]:
+    """What differs in the tokens drawn: [tokens, (logits, token)]."""
+    logits = a.digests.logits[:tokens] != b.digests.logits[:tokens]
+    return np.stack([logits, a.tokens[:tokens] != b.tokens[:tokens]], axis=1)
+
+
+def _first(
+    steps: npt.NDArray[np.bool_], drawn: npt.NDArray[np.bool_], manifest: Manifest
+) -> Divergence | None:
+    found = []
+    for grid in (steps, drawn):
+        rows = np.flatnonzero(grid.any(axis=1))
+        found.append((int(rows[0]), int(grid[rows[0]].argmax())) if len(rows) else None)
+    in_step, at_draw = found
+    if at_draw is not None:
+        index, column = at_draw
+        position = manifest.prompt_tokens - 1 + index  # what stands there drew the token
+        if in_step is None or position < in_step[0]:
+            return Divergence(position, None, (_LOGITS, _TOKEN)[column])
+    if in_step is None:
         return None
-    position, column = divmod(int(places[0]), grid.shape[1])
+    position, column = in_step
     if column == 0:
         return Divergence(position, None, _EMBED)
-    if column >= grid.shape[1] - 2:
-        return Divergence(position, None, _LOGITS if column == grid.shape[1] - 2 else _TOKEN)
     layer, point = divmod(column - 1, len(LAYER_POINTS))
-    assert layer < num_layers
     return Divergence(position, layer, LAYER_POINTS[point])
 
 
@@ -134,7 +141,10 @@ def _reasons(a: Manifest, b: Manifest) -> tuple[str, ...]:
     found = []
     for name in sorted((set(a.model) | set(b.model)) - _WITHOUT_EFFECT):
         if a.model.get(name) != b.model.get(name):
-            found.append(f"other models: {name} is {a.model.get(name)} and {b.model.get(name)}")
+            one, two = a.model.get(name), b.model.get(name)
+            found.append(
+                f"other models: {printable(name)} is {printable(one)} and {printable(two)}"
+            )
             break
     for what, one, two in (
         ("other weights", a.weights_sha256, b.weights_sha256),
@@ -142,7 +152,7 @@ def _reasons(a: Manifest, b: Manifest) -> tuple[str, ...]:
         ("other prompt tokens", a.tokens_sha256, b.tokens_sha256),
     ):
         if one != two:
-            found.append(f"{what}: sha256 {one[:_SHOWN]} and {two[:_SHOWN]}")
+            found.append(f"{what}: sha256 {printable(one, _SHOWN)} and {printable(two, _SHOWN)}")
     if a.sampling != b.sampling and not (a.sampling.greedy and b.sampling.greedy):
         for name in a.sampling.__struct_fields__:
             one, two = getattr(a.sampling, name), getattr(b.sampling, name)

@@ -6,7 +6,8 @@ Integers are little-endian. The manifest says how many positions, layers and tok
 so how long every array is, which is checked against the file before any is read. Layout, machine
 and date are in it to be cited; `compare.py` says which fields two comparable runs share.
 
-Shapes: P positions that ran, L layers, T prompt tokens, E tokens emitted. P <= T + E - 1.
+Shapes: P positions that ran, L layers, T prompt tokens, E tokens emitted; P = T + E - 1 if any was,
+else P < T.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "Manifest",
     "Record",
     "RecordError",
+    "printable",
     "read_record",
     "tokens_sha256",
     "write_record",
@@ -48,6 +50,7 @@ _HEADER: Final = struct.Struct("<8sII")  # magic, version, bytes of the manifest
 _SHA_BYTES: Final = 32
 _MANIFEST_BYTES: Final = 1 << 20
 _MOST: Final = 1 << 28  # of anything that is counted
+_SHOWN: Final = 80  # characters of a text
 
 
 class RecordError(UserError):
@@ -184,19 +187,38 @@ def _head(path: Path, begin: bytes) -> tuple[Manifest, int]:
 
 
 def _check(path: Path, manifest: Manifest) -> None:
-    counts = {
-        "positions": manifest.positions,
-        "layers": manifest.layers,
-        "prompt_tokens": manifest.prompt_tokens,
-        "emitted_tokens": manifest.emitted_tokens,
-    }
-    for name, count in counts.items():
-        if not 0 <= count <= _MOST:
+    counts = (  # a prompt and a model have one at least; a row that fails first leaves no position
+        ("positions", manifest.positions, 0),
+        ("layers", manifest.layers, 1),
+        ("prompt_tokens", manifest.prompt_tokens, 1),
+        ("emitted_tokens", manifest.emitted_tokens, 0),
+    )
+    for name, count, least in counts:
+        if not least <= count <= _MOST:
             raise RecordError(f"{path}: {name} is {count}; the file is damaged")
+    of_model = manifest.model.get("num_layers")
+    if type(of_model) is not int or of_model != manifest.layers:
+        raise RecordError(
+            f"{path}: layers is {manifest.layers}, but num_layers of its model is "
+            f"{printable(of_model)}; the file is damaged"
+        )
     if manifest.points != LAYER_POINTS:
         raise RecordError(f"{path}: its digest points are not those of this version")
-    if manifest.positions > manifest.prompt_tokens + manifest.emitted_tokens:
+    last = manifest.prompt_tokens + manifest.emitted_tokens - 1
+    if manifest.positions > last:
         raise RecordError(f"{path}: has more positions than tokens; the file is damaged")
+    if manifest.emitted_tokens and manifest.positions != last:
+        raise RecordError(f"{path}: has tokens that no position drew; the file is damaged")
+
+
+def printable(value: object, most: int = _SHOWN) -> str:
+    """What a record says, for one line of a terminal: no control characters, at most `most` long.
+
+    Held by: test_compare.py.
+    """
+    text = value[: most + 1] if isinstance(value, str) else str(value)
+    cut = text if len(text) <= most else text[: most - 1] + "…"
+    return "".join(each if each.isprintable() else "?" for each in cut)
 
 
 def _array_bytes(manifest: Manifest) -> int:
