@@ -124,3 +124,25 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left"):
             replace_file(tmp_path / "file", b"x" * 100_000)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 255, "\u00e9" * 127, "\u20ac" * 85, "\U0001f600" * 63, "x\U0001f600" * 51]
+)
+def test_the_longest_names_that_a_file_can_have_are_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    assert 252 <= len(os.fsencode(name)) <= 255
+    check_place(path)
+    replace_file(path, b"before")
+    replace_file(path, b"after")
+    assert path.read_bytes() == b"after" and os.listdir(tmp_path) == [name]
+    too_long = tmp_path / (name + "n" * 4)
+    for attempt in (check_place, lambda path: replace_file(path, b"x")):
+        with pytest.raises(OSError, match="name too long"):
+            attempt(too_long)
+
+
+def test_a_name_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff\xfe" * 100)
+    replace_file(path, b"x")
+    assert os.listdir(tmp_path) == [path.name]

@@ -24,12 +24,19 @@ def main() -> int:
     except SystemExit:  # SIGTERM
         _settle()
         raise
-    except (ImportError, MemoryError) as error:
+    except ImportError as error:
         _settle()
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        text = lines[-1].strip() if lines else "no memory is left"
-        return _say(f"a module could not be loaded: {text}", 1)
+        return _say(f"a module could not be loaded: {_last_line(error)}", 1)
+    except MemoryError as error:
+        _settle()
+        text = f"memory ran out: {_last_line(error)}".removesuffix(": ")
+        return _say(f"{text}; end other programs, or ask for less", 1)
     return code
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def _settle() -> None:

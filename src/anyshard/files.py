@@ -35,7 +35,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """
     target = _target(path)
     before = _status(target)
-    part = target.parent / f".{target.name[:64]}.{secrets.token_hex(4)}"
+    part = target.parent / _part_name(target.name)
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(fd, "wb") as file:
@@ -50,6 +50,12 @@ def replace_file(path: Path, content: bytes) -> None:
             os.unlink(part)
         raise
     _sync_folder(target.parent)
+
+
+def _part_name(name: str) -> str:
+    """Of at most 74 bytes: file systems count those, and a character may take four of them."""
+    begin = os.fsencode(name)[:64].decode("utf-8", "ignore")
+    return f".{begin}.{secrets.token_hex(4)}"
 
 
 def _target(path: Path) -> Path:
