@@ -6,21 +6,18 @@ shows nothing. Models are the tiny ones of tests/models.py; the demo model is sl
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mutants
 import numpy as np
@@ -35,13 +32,14 @@ from anyshard.cli import main, running
 from anyshard.cli.screen import Bar
 from anyshard.errors import OptionError
 from anyshard.ops import available_bodies
+from anyshard.tokenizer import Tokenizer
 from anyshard.verify import check, naive
 from anyshard.verify.cells import BATCH, Cell
 from anyshard.verify.check import Checker, RequestShape, max_ulp, witness_cells
 from anyshard.verify.driver import open_group
 from anyshard.verify.grid import Lists, Split, cells_of, full, parse_layouts, quick, runnable
 from anyshard.verify.naive import rank_of_any_order
-from anyshard.verify.prompt import hashed_tokens
+from anyshard.verify.prompt import hashed_tokens, text_tokens
 
 SHORT = ("--in-process", "--prompt-tokens", "40", "--tokens", "3")
 GENERATES = {"THREADS": "2", "CHUNK": "32", "KERNELS": "scalar", "HEADS": "5,4", "LAYERS": "2,1"}
@@ -342,103 +340,15 @@ def test_a_reader_that_leaves_is_no_pass(report: bool, tiny: str, tmp_path: Path
     assert page.exists() == report
 
 
-class Checked(HTMLParser):
-    """Tags in order and nesting; every text and attribute as a browser reads it."""
-
-    VOID = frozenset({"meta", "br", "link"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.texts: list[str] = []
-        self.feed(page)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onclick"}
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def test_report_is_one_page_that_escapes_what_it_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = '<script>alert(1)</script>&"x'.replace("/", "_")
-    config = MODELS["adversarial-9-3"]
-    model = str(write_hf_model(tmp_path / name, config, seed=7, adversarial=True))
-    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
-    target = tmp_path / "out.html"
-    arguments = (*SHORT, "--layouts", "tp2,pp2", "--report", str(target))
-    assert Ran(capfd, model, *arguments).code == 4
-    page = target.read_text("utf-8")
-    found = Checked(page)
-    assert "script" not in found.tags and name in "".join(found.texts)
-    assert page.startswith("<!DOCTYPE html>") and "http" not in page and "url(" not in page
-    first = page.index('<p class="summary differs">1 of 2 cells DIFFER')
-    assert first < page.index("<table>"), "the sentence comes before the table"
-    assert found.tags.count("tr") == 1 + 1 + 2 + 1
-    assert page.count("became 0x") + page.count("became -0x") == 1
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_report_is_refused_before_anything_runs(
-    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pipe, loop = tmp_path / "pipe", tmp_path / "loop"
-    os.mkfifo(pipe)
-    loop.symlink_to(loop)
-    for target, word in {
-        pipe: "is no regular file",
-        loop: "cannot be written",
-        tmp_path: "name a file in a folder",
-        tmp_path / ("n" * 300): "cannot be written",
-    }.items():
-        ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--report", str(target))
-        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1) and word in ran.err
-    assert stat.S_ISFIFO(pipe.stat().st_mode)
-
-
-def test_a_report_goes_where_a_link_leads(
-    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "out.html", tmp_path / "link.html"
-    link.symlink_to(target)
-    assert Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--report", str(link)).code == 0
-    assert link.is_symlink() and target.read_text("utf-8").startswith("<!DOCTYPE html>")
-    assert [path.name for path in (tmp_path / "there").iterdir()] == ["out.html"]
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_a_report_that_fails_hides_no_verdict(
-    differs: bool,
-    tiny: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if differs:
-        monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
-
-    def full_disk(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full_disk)
-    ran = Ran(
-        capfd, tiny, *SHORT, "--layouts", "tp2", "--json", "--report", str(tmp_path / "out.html")
+def test_a_closed_stdout_hides_no_verdict(tiny: str) -> None:
+    command = [sys.executable, "-m", "anyshard.cli", "verify", tiny, *SHORT, "--layouts", "tp2"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        stderr=subprocess.PIPE,
+        timeout=100,
+        check=False,
     )
-    assert ran.code == (4 if differs else 2) and ran.record["equal"] is not differs
-    assert "out.html cannot be written: " in ran.err and ran.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [], "nothing half-written"
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_max_ulp_counts_floats() -> None:
@@ -467,6 +377,29 @@ def test_a_cell_has_a_witness_for_every_axis_that_it_splits_and_no_other() -> No
     assert witness_cells(Cell(axis="base", chunk=40, prompt_tokens=40)) == {}, "it is one chunk"
     long = witness_cells(Cell(axis="chunk", chunk=256, prompt_tokens=300))["chunk"]
     assert long.prompt_tokens == 263, "cut short, but not below two chunks"
+
+
+def test_a_chunk_that_cuts_nothing_has_nothing_to_show(
+    tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    short = ("--in-process", "--prompt-tokens", "7", "--tokens", "2", "--json")
+    ran = Ran(capfd, tiny, *short, "--layouts", "tp1,tp2", "--chunk", "6,7,all")
+    assert ran.code == 0
+    verdicts = {cell["cell"]: cell["verdict"] for cell in ran.record["cells"]}
+    assert verdicts == {
+        "tp1 chunk 6": "equal", "tp1 chunk 7": "vacuous", "tp1": "equal",
+        "tp2 chunk 6": "equal", "tp2 chunk 7": "vacuous", "tp2": "equal",
+    }  # fmt: skip
+
+
+def test_a_tokenizer_that_has_nothing_for_the_text_leaves_hashed_ids() -> None:
+    class Mute:
+        vocab = 50
+
+        def encode(self, text: str, *, add_special: bool) -> list[int]:
+            return [1] if add_special else []
+
+    assert text_tokens(cast(Tokenizer, Mute()), 9) == hashed_tokens(9, 50, seed=0)
 
 
 def test_layouts_are_written_as_they_are_shown() -> None:

@@ -200,6 +200,8 @@ class _Verify:
 
         flags = SplitFlags(comm="threads" if self.in_process else "shm")
         opened = open_model(self.path, flags, num_prompts=1)
+        if self.report is not None:
+            _refuse_input(self.report, opened.checkpoint.path)
         model, request = self._subject(opened)
         cells, skipped = self._cells(model)
         admit_cells(opened, model, request, cells)
@@ -354,7 +356,8 @@ class _Table:
     def __init__(self, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
         from anyshard.verify.report import columns
 
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else ALL_COLUMNS
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
+        width = shutil.get_terminal_size().columns if is_terminal else ALL_COLUMNS
         self._columns = columns([cell.name for cell in cells], width=width)
         self._say, self._lines, self._has_head, self.live = say, list[str](), False, False
 
@@ -402,9 +405,21 @@ def _report_target(path: Path) -> Path:
     return target
 
 
+def _refuse_input(target: Path, model: Path) -> None:
+    """Raises: OptionError if the report would take the place of a file of the model."""
+    if not target.exists():
+        return
+    files = model.iterdir() if model.is_dir() else iter((model,))
+    if any(file.exists() and file.samefile(target) for file in files):
+        raise OptionError(
+            f"--report {target} is a file of the model, which would be lost; name another"
+        )
+
+
 def _write(target: Path, text: str) -> None:
     """Whole or not at all. Raises: OptionError."""
     try:
-        replace_file(target, text.encode())
+        # A model's name may be bytes that are no UTF-8, which Python holds as lone surrogates.
+        replace_file(target, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise OptionError(f"--report {target} cannot be written: {error}") from None

@@ -280,6 +280,8 @@ class Checker:
             else:
                 self._on_step()
         measured = {a: self._witness[part] for a, part in parts.items() if part in self._witness}
+        if cell.chunk != WHOLE and "chunk" not in parts:
+            measured["chunk"] = 0.0  # it was to be cut, and the prompt is too short for that
         return self._result(cell, outcome, measured, lost)
 
     def _run(self, cell: Cell) -> Outcome:

@@ -74,7 +74,7 @@ NOTES = (
 
 
 def html(report: Report) -> str:
-    """The page. Held by: test_verify.py."""
+    """The page. Held by: test_verify_report.py."""
     facts = {
         "model": report.model,
         "profile": f"{report.profile} {report.profile_hash[:12]}",
