@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,6 +46,15 @@ class KilledAtTwo(Worker):
     def _take(self, frame: Frame) -> None:
         if self.program.layout.tp == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        super()._take(frame)
+
+
+class StoppedAtTwo(Worker):
+    """A rank of two stops, as by a debugger."""
+
+    def _take(self, frame: Frame) -> None:
+        if self.program.layout.tp == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
         super()._take(frame)
 
 
@@ -100,6 +110,24 @@ def test_a_killed_rank_is_named_and_the_next_cell_runs(
     lost, equal = checker.check(Cell(axis="tp", tp=2)), checker.check(Cell(axis="tp", tp=3))
     assert (lost.verdict, equal.verdict) == ("lost", "equal")
     assert lost.lost is not None and "was killed by signal 9 (SIGKILL)" in lost.lost
+
+
+@pytest.mark.ranks
+def test_a_stopped_rank_is_lost_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(naive.ORDERS, "written", StoppedAtTwo)
+    model = the_model(MODEL)
+    group = open_group(model.served, rank_of_any_order, forked=True, deadline_s=1.0)
+    try:
+        checker = Checker(group, model, SHAPE, deadline_s=1.0)
+        checker.baseline()
+        start = time.monotonic()
+        lost = checker.check(Cell(axis="tp", tp=2))
+        waited_s = time.monotonic() - start
+        equal = checker.check(Cell(axis="tp", tp=3))
+    finally:
+        group.close()
+    assert (lost.verdict, equal.verdict) == ("lost", "equal"), lost.lost
+    assert waited_s < 15, "the default is 30"
 
 
 @pytest.mark.ranks

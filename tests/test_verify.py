@@ -287,6 +287,7 @@ REFUSED = {
     ("--grid", "quick", "--chunk", "7"): "--grid quick is a fixed set of cells and --chunk makes",
     ("--prompt-tokens", "0"): "--prompt-tokens is 0; it can be 1 to 65536",
     ("--prompt-tokens", "510"): "the context holds 512; lower --prompt-tokens or --tokens",
+    ("--deadline", "0"): "--deadline is 0.0; it can be 0.1 to 86400",
     ("--tokens", "0"): "--tokens is 0; it can be 1 to 4096",
     ("--batch", ",".join(["1"] * 1001)): "these lists make 1001 cells; at most 1000",
     ("--report", "nowhere/at/all.html"): "name a file in a folder that exists",

@@ -123,5 +123,12 @@ class Parting:
 
         if self._served is None:
             self._served = served(self._opened.checkpoint)
-        found = cell_divergence(self._served, self._group, self._model, cell, epochs=self._epochs)
+        found = cell_divergence(
+            self._served,
+            self._group,
+            self._model,
+            cell,
+            epochs=self._epochs,
+            deadline_s=self._opened.flags.deadline,
+        )
         return "it did not repeat" if found is None else found.sentence()

@@ -39,6 +39,7 @@ __all__ = ["GridFlags", "verify"]
 
 DEFAULT_PROMPT_TOKENS = 300
 DEFAULT_TOKENS = 8
+DEFAULT_DEADLINE_S = 30.0
 ALL_COLUMNS = 1 << 16
 BODIES = ("auto", "avx2", "scalar", "reference")
 #: Without a variable: ANYSHARD_THREADS and its like are `generate`'s, and would make a small grid.
@@ -131,6 +132,7 @@ def verify(
     prompt_tokens: int | None = None,
     tokens: int | None = None,
     in_process: Annotated[bool, Parameter(negative="")] = False,
+    deadline: Annotated[float, Parameter(show_env_var=False)] = DEFAULT_DEADLINE_S,
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     report: Path | None = None,
@@ -151,6 +153,8 @@ def verify(
         Decode steps after the prompt, one token each, 8 by default.
     in_process
         Run ranks as threads of this process instead of forked processes.
+    deadline
+        Seconds without a sign of life after which a rank counts as lost.
     against
         Measure another thing instead: how far logits and ops are from float64, by themselves
         (float64) or beside HF transformers in float32 (hf). Exit code 4 if HF is twice as near.
@@ -163,13 +167,15 @@ def verify(
         used = [name for name, is_used in (
             ("--report", report is not None), ("--in-process", in_process),
             ("--prompt-tokens", prompt_tokens is not None), ("--tokens", tokens is not None),
+            ("--deadline", deadline != DEFAULT_DEADLINE_S),
             ("a grid", cells != GridFlags()),
         ) if is_used]  # fmt: skip
         if used:
             raise OptionError(f"--against {against} runs no cells, so {used[0]} has no place there")
         return tell_accuracy(model, against, as_json=json_output)
-    run = _Verify(model, cells, prompt_tokens, tokens, in_process, json_output, report)
-    return run.run()
+    return _Verify(
+        model, cells, prompt_tokens, tokens, in_process, deadline, json_output, report
+    ).run()
 
 
 class _Verify:
@@ -182,11 +188,13 @@ class _Verify:
         prompt_tokens: int | None,
         tokens: int | None,
         in_process: bool,
+        deadline: float,
         as_json: bool,
         report: Path | None,
     ) -> None:
         in_range("prompt-tokens", prompt_tokens, 1, 1 << 16)
         in_range("tokens", tokens, 1, 1 << 12)
+        self.flags = SplitFlags(comm="threads" if in_process else "shm", deadline=deadline)
         self.path, self.as_json = model, as_json
         self.report = None if report is None else _report_target(report)
         self.grid, self.lists = flags.grid or "quick", flags.lists()
@@ -198,8 +206,7 @@ class _Verify:
         from anyshard.verify.naive import rank_of_any_order
         from anyshard.verify.page import html
 
-        flags = SplitFlags(comm="threads" if self.in_process else "shm")
-        opened = open_model(self.path, flags, num_prompts=1)
+        opened = open_model(self.path, self.flags, num_prompts=1)
         if self.report is not None:
             _refuse_input(self.report, opened.checkpoint.path)
         model, request = self._subject(opened)
@@ -281,7 +288,9 @@ class _Verify:
         try:
             with Bar("comparing") as bar:
                 table.live = not (self.as_json or bar.shown)
-                checker = Checker(group, model, request, on_step=step)
+                checker = Checker(
+                    group, model, request, on_step=step, deadline_s=self.flags.deadline
+                )
                 parting = Parting(opened, group, model, epochs=checker.epochs)
                 total = checker.steps(cells)
                 for cell in (None, *cells):

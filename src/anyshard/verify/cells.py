@@ -34,6 +34,7 @@ from anyshard.verify.prompt import hashed_tokens
 
 __all__ = [
     "BATCH",
+    "DEADLINE_S",
     "GREEDY",
     "NUM_TOKENS",
     "PROMPT_TOKENS",
@@ -58,7 +59,7 @@ NEIGHBOUR_TOKENS = 81
 BATCH = 17  # requests of a cell that has neighbours, if it does not say
 WHOLE = 1 << 16  # a chunk that holds any prompt
 GREEDY = Sampling()
-DEADLINE_S = 300.0  # a reference body is slow, and silence is not what is tested here
+DEADLINE_S = 30.0  # without a sign of life; an op that computes for long gives them
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,7 @@ def run_cell(
     epoch: int = 1,
     want_logits: bool = True,
     capture: Capture | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> Outcome:
     """Run the request through the engine, ignoring any end of text, as an epoch of `group`.
 
@@ -289,7 +291,7 @@ def run_cell(
             prompt_logits=cell.prompt_logits,
             max_num_seqs=len(requests),
             max_model_len=length,
-            deadline_s=DEADLINE_S,
+            deadline_s=deadline_s,
             page_order=shuffled_pages(pages) if cell.shuffled else None,
             poison=cell.poison,
             capture=capture,
@@ -332,6 +334,7 @@ def forced_logits(
     *,
     order: Order = "written",
     epoch: int = 1,
+    deadline_s: float = DEADLINE_S,
 ) -> F32:
     """Logits [n, V] of the n rows that emit `tokens`, whatever ranks of `order` would have drawn.
 
@@ -355,7 +358,7 @@ def forced_logits(
         rows_max=max(len(prompt), *(len(other) for other in others), cell.batch),
         num_slots=1 + len(others),
         max_model_len=cell.tokens_max,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     ) as driver:
         for slot, other in enumerate(others, start=1):
             driver.step([(slot, position, token, False) for position, token in enumerate(other)])

@@ -29,7 +29,16 @@ from anyshard.errors import AnyshardError
 from anyshard.launcher import RankGroup
 from anyshard.launcher.seat import REFUSALS, error_text
 from anyshard.ops.exact import F32
-from anyshard.verify.cells import WHOLE, Axis, Cell, Model, Outcome, forced_logits, run_cell
+from anyshard.verify.cells import (
+    DEADLINE_S,
+    WHOLE,
+    Axis,
+    Cell,
+    Model,
+    Outcome,
+    forced_logits,
+    run_cell,
+)
 from anyshard.verify.naive import ORDERS, Order
 from anyshard.verify.prompt import hashed_tokens
 
@@ -209,6 +218,7 @@ class Checker:
     """Runs cells of one model in one loaded group, an epoch each; unsplit runs only once.
 
     epochs: the numbers left for other runs of the group. on_step: called after every run.
+    deadline_s: how long a rank may give no sign of life.
     """
 
     def __init__(
@@ -218,9 +228,11 @@ class Checker:
         request: RequestShape,
         *,
         on_step: Callable[[], None] = lambda: None,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         self.group, self.model, self.request = group, model, request
         self._on_step, self.epochs = on_step, itertools.count(1)
+        self._deadline_s = deadline_s
         self._unsplit: dict[Cell, Outcome] = {}
         self._forced: dict[tuple[Order, Cell], F32] = {}
         self._witness: dict[Cell, float] = {}
@@ -285,7 +297,8 @@ class Checker:
         return self._result(cell, outcome, measured, lost)
 
     def _run(self, cell: Cell) -> Outcome:
-        outcome = run_cell(self.group, self.model, cell, epoch=next(self.epochs))
+        epoch, deadline_s = next(self.epochs), self._deadline_s
+        outcome = run_cell(self.group, self.model, cell, epoch=epoch, deadline_s=deadline_s)
         self._on_step()
         return outcome
 
@@ -409,8 +422,15 @@ class Checker:
         if known is not None:
             return known
         tokens = hashed_tokens(cell.num_tokens, self.model.config.vocab, seed=0)
-        epoch = next(self.epochs)
-        found = forced_logits(self.group, self.model, cell, tokens, order=order, epoch=epoch)
+        found = forced_logits(
+            self.group,
+            self.model,
+            cell,
+            tokens,
+            order=order,
+            epoch=next(self.epochs),
+            deadline_s=self._deadline_s,
+        )
         if cell.axis == "base":  # many cells are held against it
             self._forced[order, cell] = found
         return found

@@ -25,7 +25,7 @@ from anyshard.launcher import RankGroup
 from anyshard.layout import Layout
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
-from anyshard.verify.cells import Cell, Model, run_cell
+from anyshard.verify.cells import DEADLINE_S, Cell, Model, run_cell
 from anyshard.verify.check import max_ulp
 from anyshard.verify.points import Point, Target, points, same_bits
 from anyshard.verify.replay import replay_head, unsplit_layout
@@ -373,19 +373,36 @@ def first_divergence(
 
 
 def cell_divergence(
-    served: Served, group: RankGroup, model: Model, cell: Cell, *, epochs: Iterator[int]
+    served: Served,
+    group: RankGroup,
+    model: Model,
+    cell: Cell,
+    *,
+    epochs: Iterator[int],
+    deadline_s: float = DEADLINE_S,
 ) -> Divergence | None:
     """Where a cell first parts from its unsplit run, both run again as epochs of `group`."""
-    whole = cell_run(group, model, cell.unsplit(), epochs=epochs)
-    return first_divergence(served, cell_run(group, model, cell, epochs=epochs), whole)
+    whole, run = (
+        cell_run(group, model, each, epochs=epochs, deadline_s=deadline_s)
+        for each in (cell.unsplit(), cell)
+    )
+    return first_divergence(served, run, whole)
 
 
-def cell_run(group: RankGroup, model: Model, cell: Cell, *, epochs: Iterator[int]) -> Run:
+def cell_run(
+    group: RankGroup,
+    model: Model,
+    cell: Cell,
+    *,
+    epochs: Iterator[int],
+    deadline_s: float = DEADLINE_S,
+) -> Run:
     """A cell as a `Run`, each time as the next epoch of `group`."""
     slots = {"first": 0, "middle": cell.batch // 2 - 1, "last": cell.batch - 1}
     slot = 0 if cell.batch == 1 else slots[cell.place]
 
     def start(capture: Capture) -> None:
-        run_cell(group, model, cell, epoch=next(epochs), capture=capture)
+        epoch = next(epochs)
+        run_cell(group, model, cell, epoch=epoch, capture=capture, deadline_s=deadline_s)
 
     return Run(cell.layout(model), slot, start)
