@@ -19,10 +19,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_files import write_tiny_gguf
+from gguf_models import write_gguf_model
+from models import ADVERSARIAL_9_3, write_hf_model
 from records import small_record
 
 from anyshard.cli import main
-from anyshard.cli.recording import record_paths
+from anyshard.cli.recording import Recorder, record_paths
 from anyshard.engine import Engine, Event
 from anyshard.errors import OptionError, PeerLost
 from anyshard.fidelity import read_record, write_record
@@ -221,6 +223,74 @@ def test_a_record_follows_the_umask(model: Path, tmp_path: Path) -> None:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "run.anyd").stat().st_mode) == 0o600
     assert stat.S_IMODE(model.stat().st_mode) != 0o600, "the witness: that is not always so"
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        (what, how)
+        for what in ("model", "part", "folder", "prompts")
+        for how in ("same name", "a link to it", "a second name", "numbered")
+        if (what, how) != ("part", "numbered")  # no part ends with a number after a dot
+    ],
+)
+def test_a_record_takes_the_place_of_nothing_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str
+) -> None:
+    # refused before it loads; the package's attribute of that name is the verb
+    monkeypatch.setattr(sys.modules["anyshard.cli.generate"], "rank_group", None)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"a"\n"b"\n' if how == "numbered" else '"a"\n')
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = folder / "tiny.1.gguf"
+    if what == "folder":
+        write_hf_model(folder, ADVERSARIAL_9_3, seed=11)
+        model, victim = folder, folder / "config.json"
+        if how == "numbered":
+            victim = folder / "notes.2.txt"
+            victim.write_text("of the model's author")
+    elif what == "part":
+        write_gguf_model(folder / "m.gguf", ADVERSARIAL_9_3, split_tensors=20)
+        model = folder / "m-00001-of-00003.gguf"
+        victim = folder / "m-00003-of-00003.gguf"
+    else:
+        write_tiny_gguf(model)
+        victim = model
+    if what == "prompts":
+        victim = prompts
+        if how == "numbered":
+            victim = prompts = prompts.rename(tmp_path / "prompts.2.jsonl")
+    place = victim
+    if how == "a link to it":
+        place = tmp_path / "link"
+        place.symlink_to(victim)
+    elif how == "a second name":
+        place = tmp_path / "second"
+        os.link(victim, place)
+    target = place
+    if how == "numbered":
+        number = ".2" if ".2" in place.name else ".1"
+        target = place.with_name(place.name.replace(number, ""))
+    before = read_files(folder) | {"prompts": prompts.read_bytes()}
+    command = ("generate", str(model), "--prompts", str(prompts), "--record", str(target))
+    code, out, err = run(*command)
+    said = "the file of --prompts" if what == "prompts" else "a file of the model"
+    assert err == f"anyshard: --record {place} is {said}, which would be lost; name another\n"
+    assert (code, out) == (2, "")
+    assert read_files(folder) | {"prompts": prompts.read_bytes()} == before
+
+
+def test_a_record_in_the_folder_of_the_model_is_replaced_by_the_next(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, ADVERSARIAL_9_3, seed=11)
+    recorder = Recorder(str(tmp_path / "run.anyd"), 1)
+    recorder.spare_model(tmp_path)
+    write_record(small_record(), tmp_path / "run.anyd")
+    recorder.spare_model(tmp_path)
 
 
 def test_runs_that_failed_say_so_though_they_are_equal(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class _Generate:
         self.chat, self.texts = prompts.chat, prompts.read()
         self.sampling = sampling.sampling()
         self.recorder = None if record is None else Recorder(record, len(self.texts))
+        if self.recorder is not None and prompts.prompts is not None:
+            self.recorder.spare_prompts(prompts.prompts)
         self.start_s = time.monotonic()
         self.ready_s = self.first_token_s = self.start_s
 
@@ -103,6 +105,8 @@ class _Generate:
             num_prompts=len(self.texts),
             record=self.recorder is not None,
         )
+        if self.recorder is not None:
+            self.recorder.spare_model(opened.checkpoint.path)
         with rank_group(opened) as loading:
             return self._with(loading)
 
