@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyshard.batch import Batch, Limits, Tick, apply, end_session, next_tick, rewind
+from anyshard.batch import (
+    Batch,
+    Limits,
+    Tick,
+    apply,
+    end_session,
+    next_tick,
+    rewind,
+    take_waiting,
+)
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request
 
@@ -206,3 +216,34 @@ def test_every_row_finds_its_own_past_stored(
             assert past == list(own.tokens[: row.position + 1])
         batch = answer(batch, tick)
     assert not batch.busy
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 4), st.sampled_from([None, None, 7, 8])),
+        max_size=25,
+    ),
+    st.integers(9, 30),
+)
+def test_a_queue_in_front_changes_no_tick_and_keeps_the_wait_short(
+    asked: list[tuple[int, int, int | None]], pages: int
+) -> None:
+    requests = [
+        (i, Request(prompt=tuple(range(1, n + 1)), max_tokens=max_tokens, session=session))
+        for i, (n, max_tokens, session) in enumerate(asked)
+    ]
+    whole = replace(batch_of(pages=pages), waiting=tuple(requests))
+    part, queue = batch_of(pages=pages), deque(requests)
+    while True:
+        taken, part = take_waiting(part, queue, LIMITS)
+        assert part.waiting[len(part.waiting) - len(taken) :] == taken
+        free = [request for _, request in part.waiting if request.session is None]
+        assert len(free) <= LIMITS.num_slots
+        assert whole.waiting == (*part.waiting, *queue)
+        if not whole.busy:
+            break
+        tick, whole = next_tick(whole, LIMITS)
+        same, part = next_tick(part, LIMITS)
+        assert tick == same and tick.rows
+        whole, part = answer(whole, tick), answer(part, same)
+    assert not part.busy and not queue

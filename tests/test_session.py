@@ -118,6 +118,26 @@ def test_a_cancelled_answer_leaves_what_it_has_stored() -> None:
         assert digest == answer(engine, request(model.prompt[:100], session=None))[1]
 
 
+def test_what_is_queued_counts_in_the_bar_and_is_cancelled_like_the_rest() -> None:
+    """Two slots, nine requests: the ticks see few of them at a time."""
+    model = the_model(NAME)
+    with engine_of(model) as engine:
+        ids = [engine.submit(request(model.prompt[:9], session=None)) for _ in range(9)]
+        engine.cancel(ids[7])
+        heard: list[tuple[int, int]] = []
+        ended, waits = [], []
+        for event in engine.run(lambda done, total: heard.append((done, total))):
+            waits.append(len(engine.batch.waiting))
+            if event.finish is not None:
+                ended.append(event.request_id)
+            if event.request_id == ids[0]:
+                engine.cancel(ids[8])  # it waits in the queue
+        assert ended == ids[:7]
+        assert heard[0] == (18, 72) and heard[-1] == (63, 63)
+        assert max(waits) <= 2
+        assert not engine.batch.busy and engine.batch.unread == 0
+
+
 def test_an_ended_session_is_computed_again() -> None:
     model = the_model(NAME)
     with engine_of(model) as engine:
@@ -132,10 +152,10 @@ def test_a_session_that_failed_is_not_continued(monkeypatch: pytest.MonkeyPatch)
     with engine_of(model) as engine:
         step = engine._step
 
-        def failing(tick: Tick) -> Result:
-            result = step(tick)
+        def failing(tick: Tick) -> tuple[Result, list[int]]:
+            result, codes = step(tick)
             result.faults[0] = 1
-            return result
+            return result, codes
 
         monkeypatch.setattr(engine, "_step", failing)
         engine.submit(request(model.prompt[:20], session=1))

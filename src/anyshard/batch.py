@@ -9,6 +9,7 @@ Knows nothing of ranks, text or clocks.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 from anyshard.pages import PagePool, pages_for
@@ -25,6 +26,7 @@ __all__ = [
     "end_session",
     "next_tick",
     "rewind",
+    "take_waiting",
 ]
 
 
@@ -108,6 +110,22 @@ class Tick:
 
     rows: tuple[Row, ...]
     admitted: tuple[Sequence, ...]
+
+
+def take_waiting(
+    batch: Batch, queue: deque[tuple[int, Request]], limits: Limits
+) -> tuple[tuple[tuple[int, Request], ...], Batch]:
+    """Let requests of `queue` wait, as many as the next tick could look at; returns those.
+
+    They are popped. With as many that no session holds back as there are slots, a tick never comes
+    to a later one: so a tick costs the same however long the queue is. Held by: test_batch.py.
+    """
+    free = sum(request.session is None for _, request in batch.waiting)
+    taken: list[tuple[int, Request]] = []
+    while queue and free < limits.num_slots:
+        taken.append(queue.popleft())
+        free += taken[-1][1].session is None
+    return tuple(taken), replace(batch, waiting=(*batch.waiting, *taken))
 
 
 def admit(batch: Batch, limits: Limits) -> tuple[tuple[Sequence, ...], Batch]:

@@ -7,6 +7,7 @@ again. Knows nothing of text: stop strings and detokenising are the caller's, th
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,7 +15,16 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from anyshard.batch import Batch, Limits, Sequence, Tick, apply, end_session, next_tick
+from anyshard.batch import (
+    Batch,
+    Limits,
+    Sequence,
+    Tick,
+    apply,
+    end_session,
+    next_tick,
+    take_waiting,
+)
 from anyshard.binder import FaultCode
 from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint
@@ -259,6 +269,8 @@ class Engine:
             free_slots=tuple(range(options.max_num_seqs)),
             pool=PagePool.of(plan.pages),
         )
+        self._queue: deque[tuple[int, Request]] = deque()  # submitted, and not yet in the batch
+        self._queued_tokens = 0  # of their prompts
         self._next_id = 0
         self._cancelled: set[int] = set()
         self._log = DigestLog(self.programs) if options.record else None
@@ -282,15 +294,22 @@ class Engine:
                 prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=limit
             )
         assert all(0 <= token < self.config.vocab for token in request.prompt)
-        others = [sequence.request for sequence in self.batch.running]
-        others += [waiting for _, waiting in self.batch.waiting]
-        assert sum(r.prompt_logits for r in (request, *others)) <= self.options.prompt_logits
+        if request.prompt_logits:  # so asked for by at most as many as there are such logits
+            in_flight = sum(each.prompt_logits for each in self._requests())
+            assert in_flight + request.prompt_logits <= self.options.prompt_logits
         request_id = self._next_id
         self._next_id += 1
         if self._log is not None:
             assert request.session is None, "what a session has stored would not be recorded"
-        self.batch = replace(self.batch, waiting=(*self.batch.waiting, (request_id, request)))
+        self._queue.append((request_id, request))
+        self._queued_tokens += len(request.prompt)
         return request_id
+
+    def _requests(self) -> Iterator[Request]:
+        """Those in flight: running, waiting, queued."""
+        yield from (sequence.request for sequence in self.batch.running)
+        yield from (request for _, request in self.batch.waiting)
+        yield from (request for _, request in self._queue)
 
     def cancel(self, request_id: int) -> None:
         """End a request before its next token; no further event of it comes."""
@@ -318,6 +337,8 @@ class Engine:
         read = self.timings.prefill_tokens
         while True:
             self._drop_cancelled()
+            taken, self.batch = take_waiting(self.batch, self._queue, self.limits)
+            self._queued_tokens -= sum(len(request.prompt) for _, request in taken)
             if not self.batch.busy:
                 return
             tick, self.batch = next_tick(self.batch, self.limits)
@@ -326,7 +347,7 @@ class Engine:
             before = self.timings.prefill_tokens
             result, codes = self._step(tick)
             if on_prefill is not None and self.timings.prefill_tokens > before:
-                unread = self.batch.unread
+                unread = self.batch.unread + self._queued_tokens
                 on_prefill(self.timings.prefill_tokens - read, before - read + unread)
             yield from self._finish(tick, result, codes)
 
@@ -343,6 +364,10 @@ class Engine:
         gone = frozenset(s.slot for s in self.batch.running if s.request_id in self._cancelled)
         waiting = tuple(w for w in self.batch.waiting if w[0] not in self._cancelled)
         self.batch = apply(replace(self.batch, waiting=waiting), Tick((), ()), {}, gone)
+        if self._queue and max(self._cancelled) >= self._queue[0][0]:  # ids grow along the queue
+            kept = [each for each in self._queue if each[0] not in self._cancelled]
+            self._queue = deque(kept)
+            self._queued_tokens = sum(len(request.prompt) for _, request in kept)
         self._cancelled.clear()
 
     def _step(self, tick: Tick) -> tuple[Result, list[int]]:
