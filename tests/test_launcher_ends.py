@@ -249,6 +249,14 @@ def refuse() -> int:
     raise ImportError("long advice\n\nlibx.so: failed to map segment\n")
 
 
+def exhaust() -> int:
+    raise MemoryError("Unable to allocate 2. GiB")
+
+
+def exhaust_without_words() -> int:
+    raise MemoryError
+
+
 def interrupt() -> int:
     raise KeyboardInterrupt
 
@@ -257,6 +265,12 @@ def interrupt() -> int:
     ("run", "text", "code"),
     [
         (refuse, "a module could not be loaded: libx.so: failed to map segment", 1),
+        (
+            exhaust,
+            "memory ran out: Unable to allocate 2. GiB; end other programs, or ask for less",
+            1,
+        ),
+        (exhaust_without_words, "memory ran out; end other programs, or ask for less", 1),
         (interrupt, "interrupted", 130),
     ],
 )
