@@ -77,6 +77,8 @@ def recorded(
             if event.finish is None:
                 continue
             run = engine.digests(number, emitted=len(tokens[number]))
+            num_run, last = len(run.embed), len(requests[number].prompt) + len(tokens[number]) - 1
+            assert num_run == last if tokens[number] else num_run <= last, "read_record demands it"
             manifest = msgspec.structs.replace(
                 small_record().manifest,
                 fault=event.fault,

@@ -152,7 +152,7 @@ def _reasons(a: Manifest, b: Manifest) -> tuple[str, ...]:
         ("other prompt tokens", a.tokens_sha256, b.tokens_sha256),
     ):
         if one != two:
-            found.append(f"{what}: sha256 {printable(one, _SHOWN)} and {printable(two, _SHOWN)}")
+            found.append(f"{what}: sha256 {printable(one[:_SHOWN])} and {printable(two[:_SHOWN])}")
     if a.sampling != b.sampling and not (a.sampling.greedy and b.sampling.greedy):
         for name in a.sampling.__struct_fields__:
             one, two = getattr(a.sampling, name), getattr(b.sampling, name)
