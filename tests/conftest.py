@@ -1,4 +1,4 @@
-"""What holds for every test: none touches the cache of the person who runs it.
+"""What holds for every test: none touches the cache of the person who runs it, all hear Ctrl-C.
 
 And a model that the cache keeps, for the tests of the cache. Imports nothing of the package at
 its top: test_tidy.py also runs where nothing is built.
@@ -6,6 +6,7 @@ its top: test_tidy.py also runs where nothing is built.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell that starts the tests behind its back (`&`) has it ignored, in their children too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
