@@ -84,7 +84,7 @@ def not_worth_caching(
     """Why images of these tensors are built every time; None if they are worth a file. Pure.
 
     Seconds of a core for the 538 MB of SmolLM2: 0.66 to read back checked, half of them sha256;
-    0.50 to pack natively (Q4_1); 0.83 to 0.97 where NumPy widens first (Q4_0, Q5_0), so there the
+    0.50 to pack natively (Q4_1); 0.81 to 1.23 where NumPy widens first (Q4_0, Q5_0), so there the
     read wins, by little. An image over half the bound would push out everything else.
 
     Held by: test_cache.py::test_only_what_packs_slower_than_it_reads_is_cached.
