@@ -458,8 +458,19 @@ class MustNotDieElsewhere:
             os.abort()
 
 
-def test_garbage_of_the_front_is_not_finalised_in_the_launcher() -> None:
-    gc.disable()
+NOISY: list[bool] = []  # whether a fork's child allocates, as handlers of filelock do
+os.register_at_fork(after_in_child=lambda: NOISY and [[] for _ in range(5000)] and None)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_garbage_of_the_front_is_not_finalised_in_the_launcher(
+    noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor set off by what runs in the child before the launcher does, collections on or off."""
+    monkeypatch.setattr(f"{__name__}.NOISY", [True] if noisy else [])
+    gc.collect()
+    if not noisy:
+        gc.disable()
     try:
         MustNotDieElsewhere()
         group = fork_launcher(lambda progress: (None, b"loaded"), lambda seat: None)
@@ -471,3 +482,4 @@ def test_garbage_of_the_front_is_not_finalised_in_the_launcher() -> None:
             group.close()
     finally:
         gc.enable()
+        gc.collect()  # no later fork of these tests has it

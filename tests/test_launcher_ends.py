@@ -135,9 +135,6 @@ def test_a_load_that_the_system_refuses_is_one_sentence(error: Exception, text: 
         assert not hasattr(raised.value, "__notes__")
 
 
-# With 3 to spare the launcher was seen to end by SIGABRT now and then, only after many other tests
-# (EXPERIMENTS): an open defect, which `make test-all` keeps asking about.
-@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 1, 2, 3, 4, 5, 6])
 def test_too_few_descriptors_are_one_sentence(spare: int) -> None:
     def load(progress: Any) -> tuple[object, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -93,9 +94,14 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
             stream.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FRONTS_OWN)
     handle: LauncherHandle | None = None
+    collects = gc.isenabled()
+    gc.disable()  # handlers of other modules run in the child before we do, and may set it off
     try:
         pid = os.fork()
         if pid == 0:
+            gc.freeze()  # what the front left is the front's to finalise: its threads are not here
+            if collects:
+                gc.enable()
             front.close()
             run_launcher(launcher, front_pid, load, rank_main, mask)
         launcher.close()
@@ -105,6 +111,8 @@ def fork_launcher(load: Load, rank_main: RankMain, *, deadline_s: float = 10.0) 
         launcher.close()
         raise
     finally:
+        if collects:
+            gc.enable()
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what has waited is handled here
         except BaseException:

@@ -255,7 +255,6 @@ def _leave_terminal() -> None:
 
 
 def _serve(channel: Channel, load: Load, rank_main: RankMain) -> int:
-    gc.freeze()  # what the front left is the front's to finalise: its threads are not here
     try:
         state, payload = load(_percent_sender(channel))
         launcher = _Launcher(channel, state, rank_main)
