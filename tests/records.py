@@ -44,3 +44,12 @@ def small_record(**changes: Any) -> Record:
         np.arange(1, 3, dtype=np.uint64),
     )
     return Record(msgspec.structs.replace(manifest, **changes), prompt, tokens, digests)
+
+
+def empty_record(**changes: Any) -> Record:
+    """The same, and its first row failed: nothing of it is recorded."""
+    failed = {"fault": "layers.0.qkv", "finish": "fault"}
+    whole = small_record(**{"positions": 0, "emitted_tokens": 0, **failed, **changes})
+    of = whole.digests
+    none = RunDigests(of.embed[:0], of.layers[:0], of.logits[:0])
+    return Record(whole.manifest, whole.prompt, whole.tokens[:0], none)

@@ -27,7 +27,8 @@ from anyshard.cli import main
 from anyshard.cli.recording import Recorder, record_paths
 from anyshard.engine import Engine, Event
 from anyshard.errors import OptionError, PeerLost
-from anyshard.fidelity import read_record, write_record
+from anyshard.fidelity import Disagreement, read_record, write_record
+from anyshard.replicas import ReplicaPoint
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -124,6 +125,7 @@ def test_a_difference_is_named_and_exits_4(tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 4 and not found["equal"]
     place = {"op": "layers.1.attention", "position": 2, "layer": 1, "point": "attention"}
+    place |= {"rank": None, "run": None}
     assert found["first"] == place
     assert (found["digests"], found["digests_differing"]) == (62, 5)
     assert [each["path"] for each in found["runs"]] == [b, a]
@@ -142,6 +144,36 @@ def test_a_difference_in_the_answer_is_counted_from_its_first_token(tmp_path: Pa
     assert code == 4
     assert "differ: first in logits at position 3, token 1 of the answer\n" in out
     assert "1 of the tokens" in out
+
+
+def test_logits_that_were_gathered_wrongly_are_a_difference(tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a.anyd"), str(tmp_path / "b.anyd")
+    write_record(small_record(), Path(a))
+    write_record(small_record(logits_sha256="d" * 64), Path(b))
+    code, out, _ = run("compare", a, b)
+    assert code == 4
+    assert (
+        "differ: in gather_logits; digests are equal, and the sha256 of all logits is not\n"
+        "        0 of 62 digests of 4 positions and 2 tokens; 0 of the tokens\n"
+    ) in out
+    found = json.loads(run("compare", a, b, "--json")[1])["first"]
+    assert (found["op"], found["position"], found["rank"]) == ("gather_logits", None, None)
+
+
+@pytest.mark.parametrize(("point", "sent"), [("reduce_o", ""), ("hop", " has sent")])
+def test_ranks_that_disagree_are_named_with_their_run(
+    tmp_path: Path, point: ReplicaPoint, sent: str
+) -> None:
+    a, b = str(tmp_path / "a.anyd"), str(tmp_path / "b.anyd")
+    write_record(small_record(), Path(a))
+    found = Disagreement(position=3, layer=1, point=point, rank=2, other=0)
+    write_record(small_record(disagreement=found), Path(b))
+    code, out, _ = run("compare", a, b)
+    assert code == 4
+    assert f"differ: first in layers.1.{point} on rank 2 at position 3, token 1 of the" in out
+    assert f"        in {b} rank 2 holds other bits there than rank 0{sent}\n" in out
+    first = json.loads(run("compare", b, a, "--json")[1])["first"]
+    assert (first["rank"], first["run"], first["op"]) == (2, 0, f"layers.1.{point}")
 
 
 def test_paths_of_records() -> None:
@@ -321,11 +353,13 @@ def test_a_record_that_claims_many_layers_and_holds_none_costs_no_memory(tmp_pat
         )
         write_record(replace(claim, tokens=claim.tokens[:0], digests=empty), Path(path))
     tracemalloc.start()
-    code, out, _ = run("compare", *paths)
+    code, out, err = run("compare", *paths)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 24
-    assert code == 0 and "equal: 0 digests of 0 positions and 0 tokens\n" in out
+    assert (code, out) == (2, "")
+    said = "cannot be compared: no position ran in both; they have 0 and 0"
+    assert err == f"anyshard: {paths[0]} and {paths[1]} {said}\n"
 
 
 def test_texts_of_a_record_forge_no_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from test_stored import shaped
 
 from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
+from anyshard.config import ModelConfig
 from anyshard.engine import Engine, EngineOptions
 from anyshard.fidelity import (
+    Disagreement,
     Manifest,
     Record,
     RecordError,
@@ -79,6 +81,7 @@ def manifest_of(
         layers=engine.config.num_layers,
         prompt_tokens=len(request.prompt),
         emitted_tokens=len(run.logits),
+        disagreement=run.disagreement or msgspec.UNSET,
     )
 
 
@@ -189,6 +192,7 @@ def test_every_layout_chunk_batch_thread_and_body_records_the_same(name: str, sp
     columns = 1 + MODELS[name].num_layers * len(LAYER_POINTS)
     assert found.digests == found.positions * columns + split.num_tokens
     assert got.manifest.logits_sha256 == want.manifest.logits_sha256
+    assert got.manifest.disagreement is msgspec.UNSET
     for array in (got.digests.embed, got.digests.layers, got.digests.logits):
         assert (array != 0).all(), "a point that nobody hashed would be zero"
 
@@ -253,7 +257,7 @@ def first_of(name: str, split: Cell, bug: type[Worker]) -> str | None:
         (cell(tp=3), mutants.SwappedMerge, "layers.0.reduce_o at 0"),
         (cell(tp=2), mutants.WrongKvHead, "layers.0.attention at 0"),
         (cell(tp=2), mutants.StaleExchange, "layers.0.reduce_o at 0"),
-        (cell(pp=3), NaivePp, "layers.1.q at 0"),
+        (cell(pp=3), NaivePp, "layers.1.hop at 0"),
         (cell(pp=2, chunk=20), mutants.PositionReset, "layers.2.q at 20"),
         (cell(chunk=20), mutants.ChunkEdge, "layers.0.attention at 20"),
         (cell(kernels="scalar"), mutants.LostLane, "layers.0.ffn at 0"),
@@ -338,6 +342,40 @@ def test_a_token_that_the_logits_do_not_give_is_named() -> None:
     assert (found.first.position, found.tokens_differing) == (PROMPT, 1)
 
 
+def test_logits_that_the_ranks_did_not_hash_are_named() -> None:
+    """Every digest is equal, and what the front was given is not."""
+    record = unsplit("adversarial-9-3")
+    other = replace(record, manifest=msgspec.structs.replace(record.manifest, logits_sha256="0"))
+    for one, two in ((record, other), (other, record)):
+        found = compare_records(one, two)
+        assert found.first is not None and not found.equal
+        assert (found.first.op, found.first.position) == ("gather_logits", None)
+        assert (found.digests_differing, found.tokens_differing) == (0, 0)
+    longer = unsplit("adversarial-9-3", PROMPT, 2)
+    assert longer.manifest.logits_sha256 != other.manifest.logits_sha256
+    assert compare_records(longer, other).equal, "another number of tokens, another hash"
+
+
+def test_fields_of_a_configuration_that_an_earlier_build_did_not_have_have_their_default() -> None:
+    record = unsplit("adversarial-9-3")
+    plain = {field.name: field.default for field in fields(ModelConfig)}
+    plain = {name: default for name, default in plain.items() if default is not MISSING}
+    assert json.loads(json.dumps(plain)) == plain, "a record has it as it is"
+    model = record.manifest.model
+    assert model["o_bias"] and not model["qk_norm"]
+
+    def without(*names: str) -> Record:
+        kept = {name: value for name, value in model.items() if name not in names}
+        return replace(record, manifest=msgspec.structs.replace(record.manifest, model=kept))
+
+    for earlier in (without("qk_norm"), without("qk_norm", "rope_scaling"), without("context")):
+        assert compare_records(earlier, record).equal and compare_records(record, earlier).equal
+    (reason,) = compare_records(without("o_bias"), record).incomparable
+    assert reason == "other models: o_bias is False and True"
+    (reason,) = compare_records(record, without("hidden")).incomparable
+    assert reason == f"other models: hidden is {model['hidden']} and None"
+
+
 def test_a_step_that_failed_is_left_out_and_is_a_difference_to_one_that_did_not() -> None:
     """Pages full of NaN, and attention that does not mask them."""
     poisoned = cell(prompt_tokens=7, num_tokens=2, poison=True)
@@ -348,7 +386,7 @@ def test_a_step_that_failed_is_left_out_and_is_a_difference_to_one_that_did_not(
     assert (failed.manifest.positions, failed.manifest.emitted_tokens) == (0, 0)
     found = compare_records(right, failed)
     assert found.first is not None and (found.first.op, found.first.position) == ("fault", 0)
-    assert compare_records(failed, failed).equal
+    assert compare_records(failed, failed).incomparable
 
 
 def test_a_shorter_run_is_compared_as_far_as_it_goes() -> None:
@@ -461,6 +499,15 @@ def forged(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+DISAGREEMENT: dict[str, Any] = {
+    "position": 5,
+    "layer": 0,
+    "point": "reduce_o",
+    "rank": 1,
+    "other": 0,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -480,6 +527,14 @@ def forged(tmp_path: Path, **changes: Any) -> Path:
         ({"points": ["q"]}, "digest points"),
         ({"sampling": {"temperature": -1.0}}, "cannot be read"),
         ({"more": 1}, "cannot be read"),
+        ({"disagreement": DISAGREEMENT | {"position": 6}}, "where nothing ran"),
+        ({"disagreement": DISAGREEMENT | {"position": -1}}, "where nothing ran"),
+        ({"disagreement": DISAGREEMENT | {"layer": 99}}, "where nothing ran"),
+        ({"disagreement": DISAGREEMENT | {"layer": None}}, "where nothing ran"),
+        ({"disagreement": DISAGREEMENT | {"point": "embed"}}, "where nothing ran"),
+        ({"disagreement": DISAGREEMENT | {"rank": 1 << 40}}, "where nothing ran"),
+        ({"disagreement": DISAGREEMENT | {"point": "q"}}, "cannot be read"),
+        ({"disagreement": None}, "cannot be read"),
         ({"model": 3}, "cannot be read"),
         ({"tokens_sha256": "00"}, "another hash"),
     ],
@@ -489,6 +544,17 @@ def test_a_manifest_that_lies_is_refused_before_memory_is_taken(
 ) -> None:
     with pytest.raises(RecordError, match=said):
         read_record(forged(tmp_path, **changes))
+
+
+def test_ranks_that_disagree_are_on_file_and_others_leave_no_word_of_it(tmp_path: Path) -> None:
+    """Which builds from before there was such a field can read."""
+    path = forged(tmp_path, disagreement=DISAGREEMENT)
+    found = read_record(path)
+    assert found.manifest.disagreement == Disagreement(**DISAGREEMENT)
+    write_record(found, path)
+    assert same(found, read_record(path))
+    write_record(unsplit("adversarial-9-3", 5, 2), path)
+    assert b"disagreement" not in path.read_bytes()
 
 
 def test_another_version_and_another_format_are_refused(tmp_path: Path) -> None:

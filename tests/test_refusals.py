@@ -30,7 +30,7 @@ import pytest
 from gguf_files import write_tiny_gguf
 from gguf_models import write_gguf_model
 from models import ADVERSARIAL_9_3, write_hf_model
-from records import small_record
+from records import empty_record, small_record
 from safetensors.numpy import load_file, save_file
 from test_checkpoint_gguf import HOSTILE as HOSTILE_GGUF
 from test_checkpoint_gguf import locked
@@ -41,7 +41,7 @@ from test_doctor import LLAMA_70B, sparse_model
 
 from anyshard.cli import app, main, running
 from anyshard.cli.variables import OTHER_NAMES, flag_variables
-from anyshard.fidelity import tokens_sha256, write_record
+from anyshard.fidelity import Record, tokens_sha256, write_record
 from anyshard.request import Sampling
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "refusals.md"
@@ -183,14 +183,16 @@ def compared(spoil: Callable[[bytes], bytes] | None = None) -> Build:
     return build
 
 
-def compared_with(*, prompt: list[int] | None = None, **changes: Any) -> Build:
+def compared_with(
+    make: Callable[..., Record] = small_record, prompt: list[int] | None = None, **changes: Any
+) -> Build:
     """A record and one of another run."""
 
     def build(folder: Path) -> list[str]:
         a, b = folder / "a.anyd", folder / "b.anyd"
-        write_record(small_record(), a)
+        write_record(make(), a)
         ids = np.array(prompt or [5, 6, 7], np.int32)
-        other = small_record(tokens_sha256=tokens_sha256(ids), **changes)
+        other = make(tokens_sha256=tokens_sha256(ids), **changes)
         write_record(replace(other, prompt=ids), b)
         return ["compare", str(a), str(b)]
 
@@ -387,15 +389,14 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
             compared(lambda whole: whole[:-50] + b"\xff" + whole[-49:]), "the file is damaged"
         ),
         "other weights": (compared_with(weights_sha256="d" * 64), "other weights: sha256 aaa"),
-        "another model": (
-            compared_with(model={"num_layers": 2, "hidden": 96}), "hidden is 64 and 96"
-        ),
+        "another model": (compared_with(model={"num_layers": 2, "hidden": 96}), "hidden is 64 and"),
         "another prompt": (compared_with(prompt=[5, 6, 8]), "other prompt tokens"),
         "another profile": (compared_with(profile_sha256="e" * 64), "other profiles"),
         "another seed": (
             compared_with(sampling=Sampling(temperature=1, seed=7)),
             "other sampling: temperature is 0.0 and 1.0; other sampling: seed is 0 and 7",
         ),
+        "nothing in common": (compared_with(empty_record), "no position ran in both; they have 0"),
     },
 }  # fmt: skip
 

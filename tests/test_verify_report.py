@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+from gguf_models import write_gguf_model
 from models import MODELS, write_hf_model
 from test_verify import SHORT, Ran
 
@@ -102,6 +103,24 @@ def test_a_report_takes_no_file_of_the_model(
         assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
         assert "is a file of the model, which would be lost; name another" in ran.err
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+def test_a_report_takes_no_part_of_a_model_in_several_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever of them was named, and by whatever name."""
+    write_gguf_model(tmp_path / "m.gguf", MODELS["adversarial-9-3"], split_tensors=20)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3
+    second = tmp_path / "second.html"
+    second.hardlink_to(parts[1])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for named, target in ((0, parts[2]), (2, parts[0]), (0, second), (1, parts[1])):
+        model = str(parts[named])
+        ran = Ran(capfd, model, *SHORT, "--layouts", "tp2", "--report", str(target))
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert "is a file of the model, which would be lost; name another" in ran.err
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_name_that_is_no_utf8_has_a_report(

@@ -16,6 +16,7 @@ from anyshard.checkpoint.image import WeightImage
 from anyshard.comm.base import Comm
 from anyshard.config import ModelConfig
 from anyshard.kv import KvCache
+from anyshard.layout import Span
 from anyshard.model import DigestPoint, Op, Program, Weight
 from anyshard.ops import Kernels
 from anyshard.ops.coefficients import LOG2_E
@@ -266,7 +267,7 @@ class Binder:
         return run
 
     def _digest(self, op: Op) -> Callable[[int], None]:
-        """One call over what the ops before it have written; two where K and V are among them."""
+        """One call over what the ops before it have written, and one for each part of K and V."""
         w, here, dim = self.w, self.w.program, self.w.config.head_dim
         places: dict[DigestPoint, tuple[F32, int]] = {
             "embed": (w.x_RD, 0),
@@ -277,28 +278,33 @@ class Binder:
             "reduce_down": (w.x_RD, 0),
             "logits": (w.shard_RV, here.vocab[0]),
         }
-        points = [point for point in op.points if point in places]
-        run: Callable[[int], None] = self.module.Digest(
-            self.pool,
-            [places[point][0] for point in points],
-            [places[point][1] for point in points],
-            [here.digest_column(op.layer, point) for point in points],
-            w.digest_keys,
-            w.digests,
-        ).run
-        if "k" not in op.points:
-            return run
-        run_kv = self._digest_kv(op)
+        hashed = [
+            (*places[point], here.digest_column(op.layer, point))
+            for point in op.points
+            if point in places
+        ]
+        hashed += [(w.x_RD, 0, here.replica_column(r)) for r in op.replicas if r.head < 0]
+        sources, firsts, columns = (list(each) for each in zip(*hashed, strict=True))
+        digest = self.module.Digest(self.pool, sources, firsts, columns, w.digest_keys, w.digests)
+        runs: list[Callable[[int], None]] = [digest.run]
+        if "k" in op.points:
+            column = here.digest_column(op.layer, "k")
+            runs.append(self._digest_kv(op, here.owned_kv_heads, column))
+        for replica in (each for each in op.replicas if each.point == "k"):
+            heads = (replica.head, replica.head + 1)
+            runs.append(self._digest_kv(op, heads, here.replica_column(replica)))
+        if len(runs) == 1:
+            return runs[0]
 
-        def run_both(rows: int) -> None:
-            run(rows)
-            run_kv(rows)
+        def run_all(rows: int) -> None:
+            for run in runs:
+                run(rows)
 
-        return run_both
+        return run_all
 
-    def _digest_kv(self, op: Op) -> Callable[[int], None]:
-        w, here = self.w, self.w.program
-        start, stop = here.owned_kv_heads
+    def _digest_kv(self, op: Op, heads: Span, column: int) -> Callable[[int], None]:
+        """Of stored k and v of global KV heads, into a column and the next."""
+        w, first_here = self.w, self.w.program.kv_heads[0]
         run: Callable[[int], None] = self.module.DigestKv(
             self.pool,
             w.kv.keys(op.layer),
@@ -306,16 +312,17 @@ class Binder:
             w.page_table,
             w.row_slot,
             w.positions,
-            start - here.kv_heads[0],
-            stop - here.kv_heads[0],
-            start * w.config.head_dim,
-            here.digest_column(op.layer, "k"),
+            heads[0] - first_here,
+            heads[1] - first_here,
+            heads[0] * w.config.head_dim,
+            column,
             w.digest_keys,
             w.digests,
         ).run
         return run
 
     _digest_embed = _digest
+    _digest_hop = _digest
     _digest_attention = _digest
     _digest_mlp = _digest
     _digest_logits = _digest

@@ -17,6 +17,7 @@ from typing import Literal
 from anyshard.config import ModelConfig, Profile
 from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
 from anyshard.ops.storage import Storage, stored_bytes
+from anyshard.replicas import Replica, replicas_of
 
 __all__ = [
     "FLOAT_BYTES",
@@ -62,6 +63,7 @@ OpKind = Literal[
     "head",
     "gather_logits",
     "digest_embed",
+    "digest_hop",
     "digest_attention",
     "digest_mlp",
     "digest_logits",
@@ -70,6 +72,7 @@ OpKind = Literal[
 
 DIGESTED: dict[OpKind, tuple[DigestPoint, ...]] = {
     "digest_embed": ("embed",),
+    "digest_hop": (),  # on file is what the stage before has sent
     "digest_attention": ("q", "k", "v", "attention", "reduce_o"),
     "digest_mlp": ("ffn", "reduce_down"),
     "digest_logits": ("logits",),
@@ -111,8 +114,8 @@ class Op:
 
     outputs: floats a row writes. flop, kv_floats: per row; an attention row adds them for
     every key it sees. wire_floats: what a row (for logits: a sampled row) puts on the wire, per
-    receiver, padding included. points: what a digest op hashes here, outputs of the ops before it.
-    A name is `layers.3.o_proj`, or `head`.
+    receiver, padding included. points: what a digest op hashes here, outputs of the ops before it;
+    replicas: and of what other ranks hold too. A name is `layers.3.o_proj`, or `head`.
     """
 
     kind: OpKind
@@ -126,6 +129,7 @@ class Op:
     wire_floats: int = 0
     receivers: int = 0
     points: tuple[DigestPoint, ...] = ()
+    replicas: tuple[Replica, ...] = ()
 
     @property
     def name(self) -> str:
@@ -201,9 +205,19 @@ class Program:
         return len(LAYER_POINTS) * (self.layers[1] - self.layers[0]) + 2
 
     @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """What this rank hashes besides, of what other ranks hold too."""
+        return replicas_of(self.config, self.layout, self.rank)
+
+    @property
     def record_columns(self) -> int:
-        """Words that a rank posts of a row of a recorded run: its digests, then its fault code."""
-        return self.digest_columns + 1
+        """Words that a rank posts of a row of a recorded run: its digests, those of its replicas,
+        then its fault code."""
+        return self.digest_columns + len(self.replicas) + 1
+
+    def replica_column(self, replica: Replica) -> int:
+        """Where the digest of a replica stands in a row."""
+        return self.digest_columns + self.replicas.index(replica)
 
     def digest_column(self, layer: int, point: DigestPoint) -> int:
         """Where the digest of a point stands in a row."""
@@ -234,12 +248,12 @@ def program(
 
     Held by: test_model.py (every weight element is owned once per stage; layouts tile).
     """
-    stage, tp_index = layout.coordinates(rank)
-    builder = _Builder(config, profile, layout, tp_index, storage or {})
+    stage, _ = layout.coordinates(rank)
+    builder = _Builder(config, profile, layout, rank, storage or {})
     first, last = stage == 0, stage == layout.pp - 1
     ops: list[Op] = [builder.embed() if first else builder.hop("receive")]
-    if record and first:
-        ops += builder.digest("digest_embed", -1)
+    if record:
+        ops += builder.digest("digest_embed" if first else "digest_hop", -1)
     for layer in range(*layout.layers[stage]):
         ops += builder.attention_block(layer)
         ops += builder.digest("digest_attention", layer) if record else []
@@ -250,20 +264,21 @@ def program(
 
 
 class _Builder:
-    """Turns config and layout into ops for one TP index; holds only what several ops need."""
+    """Turns config and layout into ops for one rank; holds only what several ops need."""
 
     def __init__(
         self,
         config: ModelConfig,
         profile: Profile,
         layout: Layout,
-        tp_index: int,
+        rank: int,
         storage: Mapping[str, Storage],
     ) -> None:
         self.config = config
         self.storage = storage
         self.layout = layout
-        self.tp_index = tp_index
+        self.tp_index = tp_index = layout.coordinates(rank)[1]
+        self.replicas = replicas_of(config, layout, rank)
         self.heads = layout.heads[tp_index]
         self.kv_heads = layout.kv_heads(tp_index, config.q_per_kv)
         self.owned_kv = layout.owned_kv_heads(tp_index, config.q_per_kv)
@@ -434,7 +449,8 @@ class _Builder:
         return ops
 
     def digest(self, kind: OpKind, layer: int) -> list[Op]:
-        """What this rank hashes there; of what several ranks hold, the first of them does it."""
+        """What this rank hashes there: for the file what it owns, or is the first to hold; and of
+        its own what other ranks hold too."""
         mine: dict[DigestPoint, bool] = {
             "embed": self.tp_index == 0,
             "q": self.heads[1] > self.heads[0],
@@ -447,7 +463,14 @@ class _Builder:
             "logits": self.vocab[1] > self.vocab[0],
         }
         points = tuple(point for point in DIGESTED[kind] if mine[point])
-        return [Op(kind=kind, layer=layer, points=points)] if points else []
+        replicas = tuple(
+            each
+            for each in self.replicas
+            if each.point in (DIGESTED[kind] or ("hop",)) and layer in (-1, each.layer)
+        )
+        if not points and not replicas:
+            return []
+        return [Op(kind=kind, layer=layer, points=points, replicas=replicas)]
 
     def head(self, *, record: bool) -> list[Op]:
         config = self.config

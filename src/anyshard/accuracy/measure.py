@@ -9,7 +9,6 @@ Letters: T tokens, D hidden, P positions of a piece, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
 from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
 from anyshard.errors import CheckpointError, OptionError, UserError
+from anyshard.fidelity import tokens_sha256
 from anyshard.host import free_memory, size_text
 from anyshard.ops import KernelChoice, choose_body
 from anyshard.ops.float64 import F64, Reference64
@@ -160,7 +160,7 @@ def compare(
             profile_sha256=served.profile.sha256(),
             text=text,
             num_tokens=longest,
-            tokens_sha256=hashlib.sha256(np.array(tokens[:longest], "<i4").tobytes()).hexdigest(),
+            tokens_sha256=tokens_sha256(np.array(tokens[:longest])),
             kernels=body,
             threads=threads,
             version=__version__,

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
 from anyshard.cli.flags import SamplingFlags, SplitFlags, Text
-from anyshard.cli.running import Loading, open_model, rank_group, start_engine
+from anyshard.cli.running import Loading, open_model, rank_group, start_engine, wait_loaded
 from anyshard.cli.screen import Bar, Lines
 from anyshard.errors import OptionError, PeerLost, UserError
 
@@ -135,6 +135,7 @@ class _Chat:
         self.limit = opened.limit
         self.tokenizer = open_tokenizer(opened.checkpoint)
         self._encode(self.said, "a question")  # a template that takes none is known before the wait
+        wait_loaded(loading, limit=self.limit)
         self.engine = start_engine(loading, limit=self.limit)
 
     def _talk(self) -> int:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from anyshard.errors import DifferenceFound, UserError
 
 if TYPE_CHECKING:
-    from anyshard.fidelity import Comparison, Record
+    from anyshard.fidelity import Comparison, Divergence, Record
 
 __all__ = ["compare"]
 
@@ -66,21 +66,36 @@ def _lines(paths: list[str], records: list[Record], found: Comparison) -> list[s
             op = printable(fault)
             lines.append(f"       both left the range of float32 in {op} at position {last}")
     else:
-        first, last = found.first, prompt - 1
-        place = (
-            f"prompt token {first.position + 1} of {prompt}"
-            if first.position <= last
-            else f"token {first.position - last} of the answer"
-        )
         lines += [
-            f"differ: first in {first.op} at position {first.position}, {place}",
+            f"differ: {_first_text(found.first, prompt)}",
             f"        {found.digests_differing:,} of {what}; "
             f"{found.tokens_differing} of the tokens",
         ]
+        if found.first.run is not None:
+            lines.append(f"        {_ranks_text(found.first, paths[found.first.run])}")
     for path, more in zip(paths, found.only_in, strict=True):
         if more:
             lines.append(f"not compared: {more} positions that only {path} has")
     return lines
+
+
+def _first_text(first: Divergence, prompt: int) -> str:
+    if first.position is None:
+        return f"in {first.op}; digests are equal, and the sha256 of all logits is not"
+    last = prompt - 1
+    place = (
+        f"prompt token {first.position + 1} of {prompt}"
+        if first.position <= last
+        else f"token {first.position - last} of the answer"
+    )
+    rank = "" if first.rank is None else f" on rank {first.rank}"
+    return f"first in {first.op}{rank} at position {first.position}, {place}"
+
+
+def _ranks_text(first: Divergence, path: str) -> str:
+    """The run differs from itself."""
+    sent = " has sent" if first.point == "hop" else ""
+    return f"in {path} rank {first.rank} holds other bits there than rank {first.other}{sent}"
 
 
 def _run_text(record: Record) -> str:
@@ -116,6 +131,8 @@ def _json(paths: list[str], records: list[Record], found: Comparison) -> dict[st
             "position": first.position,
             "layer": first.layer,
             "point": first.point,
+            "rank": first.rank,
+            "run": first.run,
         },
         "positions": found.positions,
         "digests": found.digests,

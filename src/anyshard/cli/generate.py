@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
 from anyshard.cli.recording import Recorder
-from anyshard.cli.running import Loading, open_model, rank_group, start_engine
+from anyshard.cli.running import Loading, open_model, rank_group, start_engine, wait_loaded
 from anyshard.cli.screen import Bar
 from anyshard.errors import OptionError, PromptTooLong
 
@@ -121,14 +121,15 @@ class _Generate:
             needed = max(len(request.prompt) + request.max_tokens for request in requests)
             block = opened.profile.kv_block
             limit = min(limit, -(-needed // block) * block)
-        engine = start_engine(loading, limit=limit, recorder=self.recorder)
+        loaded = wait_loaded(loading, limit=limit)
+        engine = start_engine(loading, limit=limit)
         self.ready_s = time.monotonic()
         if self.flags.idle:
             print(
                 f"note: at temperature 0 these have no effect: {', '.join(self.flags.idle)}",
                 file=sys.stderr,
             )
-        outcomes = self._stream(engine, requests, tokenizer)
+        outcomes = self._stream(engine, requests, tokenizer, loaded.weights_sha256)
         self._report(engine, outcomes)
         engine.close()
         if self.recorder is not None:
@@ -161,7 +162,11 @@ class _Generate:
         )
 
     def _stream(
-        self, engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        weights_sha256: str,
     ) -> list[_Outcome]:
         """Run all requests to their ends; a single plain answer shows as it comes."""
         from anyshard.answer import Answer
@@ -180,10 +185,12 @@ class _Generate:
         for request in requests:
             engine.submit(request)
         with Bar("reading the prompt") as bar:
-            self._consume(engine, outcomes, bar)
+            self._consume(engine, outcomes, bar, weights_sha256)
         return outcomes
 
-    def _consume(self, engine: Engine, outcomes: list[_Outcome], bar: Bar) -> None:
+    def _consume(
+        self, engine: Engine, outcomes: list[_Outcome], bar: Bar, weights_sha256: str
+    ) -> None:
         live, done = not self.as_json and len(outcomes) == 1, 0
         for event in engine.run(bar.update):
             outcome = outcomes[event.request_id]
@@ -203,7 +210,10 @@ class _Generate:
             elif not self.as_json:
                 done = _show_in_order(outcomes, done)
             if outcome.reason and self.recorder is not None:
-                self.recorder.write(engine, event.request_id, outcome, _layout_json(engine))
+                layout = _layout_json(engine)
+                self.recorder.write(
+                    engine, event.request_id, outcome, layout, weights_sha256=weights_sha256
+                )
 
     def _report(self, engine: Engine, outcomes: list[_Outcome]) -> None:
         if self.as_json:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from anyshard import __version__
+from anyshard.cli.inputs import spare_files, spare_model
 from anyshard.cli.machine import Machine, read_machine
 from anyshard.errors import OptionError, UserError
 from anyshard.files import check_place
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from anyshard.request import Request
 
 __all__ = ["Recorder", "record_paths"]
-
-
-_PART_OF: Final = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
 
 
 class Outcome(Protocol):
@@ -65,40 +61,8 @@ def record_paths(target: str, num_prompts: int) -> list[Path]:
     return paths
 
 
-def _model_files(model: Path) -> Iterable[Path]:
-    """What may be read of a model: its file, all parts of one, or all of its folder but records,
-    which may have been made there before."""
-    if model.is_dir():
-        return (file for file in model.iterdir() if file.is_file() and not _is_record(file))
-    part = _PART_OF.fullmatch(model.name)
-    if part is None:
-        return (model,)
-    begin, end = part.groups()
-    return (
-        file
-        for file in model.parent.iterdir()
-        if file.name.startswith(begin) and file.name.endswith(end)
-    )
-
-
-def _is_record(file: Path) -> bool:
-    from anyshard.fidelity.record import MAGIC
-
-    with file.open("rb") as opened:
-        return opened.read(len(MAGIC)) == MAGIC
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    """What all names and links of a file have in common, None if there is none."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 class Recorder:
-    """Writes the records of one command. weights_sha256 comes once the weights are loaded.
+    """Writes the records of one command.
 
     `written`: the file of each request that has one by now.
 
@@ -107,42 +71,40 @@ class Recorder:
 
     def __init__(self, target: str, num_prompts: int) -> None:
         self.paths = record_paths(target, num_prompts)
-        self.weights_sha256 = ""
         self.written: dict[int, Path] = {}
         self._refused: list[UserError] = []
         self._machine: Machine | None = None
 
     def spare_prompts(self, file: str) -> None:
         """Raises: OptionError if a record would take the place of the file of the prompts."""
-        self._spare([Path(file)], "the file of --prompts")
+        spare_files("--record", self.paths, [Path(file)], "the file of --prompts")
 
     def spare_model(self, model: Path) -> None:
         """Raises: OptionError if a record would take the place of a file of the model.
 
         Held by: test_compare.py.
         """
-        try:
-            self._spare(_model_files(model), "a file of the model")
-        except OSError as error:
-            raise OptionError(f"{model}: cannot be read ({error.strerror})") from None
-
-    def _spare(self, files: Iterable[Path], what: str) -> None:
-        read = {_identity(file) for file in files} - {None}
-        for path in self.paths:
-            if _identity(path) in read:
-                raise OptionError(f"--record {path} is {what}, which would be lost; name another")
+        spare_model("--record", self.paths, model)
 
     def write(
-        self, engine: Engine, request_id: int, outcome: Outcome, layout: dict[str, Any]
+        self,
+        engine: Engine,
+        request_id: int,
+        outcome: Outcome,
+        layout: dict[str, Any],
+        *,
+        weights_sha256: str,
     ) -> None:
         """The record of one request, at its last event.
 
         What cannot be written is kept for `refuse_unwritten`: the answers go on.
         """
+        import msgspec
         import numpy as np
 
         from anyshard.fidelity import Manifest, Record, RecordError, tokens_sha256, write_record
 
+        assert weights_sha256, "the loader was not asked for it"
         tokens = outcome.answer.tokens
         digests = engine.digests(request_id, emitted=len(tokens))
         prompt = np.array(outcome.request.prompt, np.int32)
@@ -150,7 +112,7 @@ class Recorder:
         manifest = Manifest(
             anyshard=__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            weights_sha256=self.weights_sha256,
+            weights_sha256=weights_sha256,
             model=json.loads(json.dumps(asdict(engine.config))),
             profile=engine.profile.name,
             profile_sha256=engine.profile.sha256(),
@@ -171,6 +133,7 @@ class Recorder:
             layers=engine.config.num_layers,
             prompt_tokens=len(prompt),
             emitted_tokens=len(tokens),
+            disagreement=digests.disagreement or msgspec.UNSET,
         )
         record = Record(manifest, prompt, np.array(tokens, np.int32), digests)
         try:

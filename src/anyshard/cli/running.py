@@ -24,7 +24,6 @@ from anyshard.host import read_memory
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.checkpoint.cache import ImageCache
-    from anyshard.cli.recording import Recorder
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine, LoadReport
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
@@ -298,21 +297,12 @@ def wait_loaded(loading: Loading, *, limit: int) -> LoadReport:
     return report
 
 
-def start_engine(loading: Loading, *, limit: int, recorder: Recorder | None = None) -> Engine:
-    """Wait for the weights behind a bar, and start ranks for sequences of `limit` tokens.
-
-    A recorder is told the hash of the weights.
-
-    Raises: LayoutError if those have no room.
-    """
+def start_engine(loading: Loading, *, limit: int) -> Engine:
+    """Start ranks for sequences of `limit` tokens, once the weights are loaded."""
     from anyshard.engine import Engine, EngineOptions
 
     opened = loading.opened
     flags, layout = opened.flags, opened.layout
-    report = wait_loaded(loading, limit=limit)
-    if recorder is not None:
-        assert opened.record
-        recorder.weights_sha256 = report.weights_sha256
     engine = Engine(
         loading.group,
         opened.config,

@@ -21,6 +21,7 @@ from cyclopts import Parameter
 from anyshard import __version__
 from anyshard.cli.correctness import Against, tell_accuracy
 from anyshard.cli.flags import SplitFlags, in_range
+from anyshard.cli.inputs import spare_model
 from anyshard.cli.parting import Parting, admit_cells
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar, abandon_stdout
@@ -208,7 +209,7 @@ class _Verify:
 
         opened = open_model(self.path, self.flags, num_prompts=1)
         if self.report is not None:
-            _refuse_input(self.report, opened.checkpoint.path)
+            spare_model("--report", [self.report], opened.checkpoint.path)
         model, request = self._subject(opened)
         cells, skipped = self._cells(model)
         admit_cells(opened, model, request, cells)
@@ -412,17 +413,6 @@ def _report_target(path: Path) -> Path:
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise OptionError(f"--report {path}: the folder {target.parent} cannot be written to")
     return target
-
-
-def _refuse_input(target: Path, model: Path) -> None:
-    """Raises: OptionError if the report would take the place of a file of the model."""
-    if not target.exists():
-        return
-    files = model.iterdir() if model.is_dir() else iter((model,))
-    if any(file.exists() and file.samefile(target) for file in files):
-        raise OptionError(
-            f"--report {target} is a file of the model, which would be lost; name another"
-        )
 
 
 def _write(target: Path, text: str) -> None:

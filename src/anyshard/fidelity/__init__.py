@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anyshard.fidelity.agreement import Disagreement
 from anyshard.fidelity.compare import Comparison, Divergence, compare_records
 from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
 from anyshard.fidelity.record import (
@@ -20,6 +21,7 @@ __all__ = [
     "RECORD_VERSION",
     "Comparison",
     "DigestLog",
+    "Disagreement",
     "Divergence",
     "Manifest",
     "Record",

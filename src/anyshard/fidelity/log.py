@@ -1,8 +1,9 @@
 """The front's half of recording: sums the digests of all ranks, and keeps them by request.
 
 Each rank hashes its own part of an output; parts add up modulo 2^64 (docs/numerics.md, Digests).
-Memory for a request is taken when it begins to run, and handed over when it has ended. Knows
-nothing of files or models.
+What several ranks hold alike is compared besides (`agreement.py`), which changes no digest. Memory
+for a request is taken when it begins to run, and handed over when it has ended. Knows nothing of
+files or models.
 
 Shapes: P positions that ran, L layers of the model, E tokens emitted.
 """
@@ -16,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from anyshard.config import ModelConfig
+from anyshard.fidelity.agreement import Agreement, Disagreement
 from anyshard.model import LAYER_POINTS, Program
 from anyshard.ops.digest import U64
 
@@ -26,7 +28,8 @@ _NO_FAULT: Final = np.uint64(2**64 - 1)  # after every code
 
 @dataclass(frozen=True)
 class RunDigests:
-    """Digests of one request: embed [P], layers [P, L, points of a layer], logits [E].
+    """Digests of one request: embed [P], layers [P, L, points of a layer], logits [E]; and the
+    first place at which ranks held different bits of what they should hold alike, if there is one.
 
     Position p holds token p of prompt and answer; the last emitted token never runs. logits[i] are
     those that emitted token i was drawn from. Points: `model.LAYER_POINTS`.
@@ -35,6 +38,7 @@ class RunDigests:
     embed: U64
     layers: U64
     logits: U64
+    disagreement: Disagreement | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class DigestLog:
         self._num_layers = programs[0].config.num_layers
         self._runs: dict[int, RunDigests] = {}
         self._num_positions: dict[int, int] = {}
+        self._agreement = Agreement(programs)
+        self._disagreements: dict[int, Disagreement] = {}
+        self._fault_columns = [each.record_columns - 1 for each in programs]
 
     def open(self, request_id: int, *, positions: int, emitted: int) -> None:
         """Make room for a request: the most positions that it can run, and tokens it can emit."""
@@ -71,8 +78,9 @@ class DigestLog:
         self._num_positions[request_id] = 0
 
     def add(self, rows: Sequence[RecordedRow], parts: Sequence[U64]) -> None:
-        """Take a step. parts: of each rank uint64[rows, record_columns of its program]; the column
-        of the logits holds in row i those of the i-th row that went through the head."""
+        """Take a step. parts: of each rank uint64[rows, record_columns of its program, or more];
+        the column of the logits holds in row i those of the i-th row that went through the head."""
+        self._compare_ranks(rows, parts)
         embed, layers, logits = self._whole(len(rows), parts)
         in_head = 0
         for row, at in enumerate(rows):
@@ -85,13 +93,17 @@ class DigestLog:
                 run.logits[at.emitted] = logits[in_head]
             in_head += at.through_head
 
+    def _compare_ranks(self, rows: Sequence[RecordedRow], parts: Sequence[U64]) -> None:
+        found = self._agreement.disagreements([row.position for row in rows], parts)
+        for row, disagreement in found.items():
+            at = rows[row]
+            if at.is_kept:  # rows of a request come in the order of their positions
+                self._disagreements.setdefault(at.request_id, disagreement)
+
     def faults(self, parts: Sequence[U64]) -> list[int]:
         """The earliest fault code of each row of a step on any rank, 0 where there is none."""
         codes = np.stack(
-            [
-                part[:, program.digest_columns]
-                for program, part in zip(self._programs, parts, strict=True)
-            ]
+            [part[:, column] for column, part in zip(self._fault_columns, parts, strict=True)]
         )
         earliest = np.where(codes == 0, _NO_FAULT, codes).min(axis=0)
         return [0 if code == _NO_FAULT else int(code) for code in earliest]
@@ -110,7 +122,10 @@ class DigestLog:
     def take(self, request_id: int, *, emitted: int) -> RunDigests:
         """What was recorded of a request that emitted so many tokens; it is forgotten here."""
         run, positions = self._runs.pop(request_id), self._num_positions.pop(request_id)
-        return RunDigests(run.embed[:positions], run.layers[:positions], run.logits[:emitted])
+        disagreement = self._disagreements.pop(request_id, None)
+        return RunDigests(
+            run.embed[:positions], run.layers[:positions], run.logits[:emitted], disagreement
+        )
 
 
 def digest_bytes(config: ModelConfig) -> int:

@@ -13,6 +13,7 @@ else P < T.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import stat
 import struct
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anyshard.errors import UserError
+from anyshard.fidelity.agreement import Disagreement
 from anyshard.fidelity.log import RunDigests
 from anyshard.files import replace_file
 from anyshard.model import LAYER_POINTS
@@ -63,7 +65,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weights_sha256: of values, not of a file (`fidelity/weights.py`). model: its configuration.
     tokens_sha256: of the prompt's token ids, int32 little-endian. layout, machine: to be cited.
     finish: why it ended. fault: the op in which position `positions` left the range of float32;
-    that row is not recorded, nor what follows it.
+    that row is not recorded, nor what follows it. disagreement: the first place at which ranks
+    held different bits of what they should hold alike; nothing is written where they did not.
     """
 
     anyshard: str
@@ -85,6 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_tokens: int
     emitted_tokens: int
     points: tuple[str, ...] = LAYER_POINTS
+    disagreement: Disagreement | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,7 @@ def _check(path: Path, manifest: Manifest) -> None:
             f"{path}: layers is {manifest.layers}, but num_layers of its model is "
             f"{printable(of_model)}; the file is damaged"
         )
+    _check_disagreement(path, manifest)
     if manifest.points != LAYER_POINTS:
         raise RecordError(f"{path}: its digest points are not those of this version")
     last = manifest.prompt_tokens + manifest.emitted_tokens - 1
@@ -209,6 +214,19 @@ def _check(path: Path, manifest: Manifest) -> None:
         raise RecordError(f"{path}: has more positions than tokens; the file is damaged")
     if manifest.emitted_tokens and manifest.positions != last:
         raise RecordError(f"{path}: has tokens that no position drew; the file is damaged")
+
+
+def _check_disagreement(path: Path, manifest: Manifest) -> None:
+    found = manifest.disagreement
+    if found is msgspec.UNSET:
+        return
+    is_layer = found.layer is not None and 0 <= found.layer < manifest.layers
+    if (
+        not 0 <= found.position < manifest.positions
+        or not (found.layer is None if found.point == "embed" else is_layer)
+        or not all(0 <= rank < _MOST for rank in (found.rank, found.other))
+    ):
+        raise RecordError(f"{path}: ranks disagree where nothing ran; the file is damaged")
 
 
 def printable(value: object, most: int = _SHOWN) -> str:
@@ -222,22 +240,13 @@ def printable(value: object, most: int = _SHOWN) -> str:
 
 
 def _array_bytes(manifest: Manifest) -> int:
-    total = 0
-    for dtype, shape in _sizes(manifest):
-        count = np.dtype(dtype).itemsize
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in _sizes(manifest))
 
 
 def _arrays(path: Path, manifest: Manifest, content: bytes, at: int) -> Record:
     found: list[npt.NDArray[Any]] = []
     for dtype, shape in _sizes(manifest):
-        count = 1
-        for size in shape:
-            count *= size
-        found.append(np.frombuffer(content, dtype, count, at).reshape(shape))
+        found.append(np.frombuffer(content, dtype, math.prod(shape), at).reshape(shape))
         at += found[-1].nbytes
     prompt, tokens, embed, layers, logits = found
     if tokens_sha256(prompt) != manifest.tokens_sha256:
