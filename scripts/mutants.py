@@ -6,7 +6,8 @@
 What they are: tests/mutants. `--only`: bugs that have WORD in their name. One bug is a native
 module that is compiled wrongly, which takes a minute the first time; `--no-build`, or no compiler,
 leaves it out. Progress goes to stderr. Exit code 1 if a bug is missed or named wrongly, or one
-shows that a model was expected to hide; 2 on bad usage.
+shows that a model was expected to hide, or `verify` sees another than the catalogue says; 2 on bad
+usage.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 PAGE = ROOT / "docs" / "mutants.md"
 BEGIN, END = "<!-- written by scripts/mutants.py -->", "<!-- end -->"
-LINE = "{:40} {:22} {:16} {:24} {:6} {:26} {}"
+LINE = "{:40} {:22} {:16} {:24} {:6} {:26} {:6} {}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"    {row.sentence or 'nothing was named'}", flush=True)
 
     if not asked.json:
-        print(LINE.format("bug", "public bug", "model", "cell", "caught", "named", ""))
+        print(LINE.format("bug", "public bug", "model", "cell", "caught", "named", "verify", ""))
     total = len(rows) + len(compiled)
     for index, (mutant, exhibit) in enumerate(rows, start=1):
         _progress(f"{index}/{total} {mutant.name}: {exhibit.model}, {cell_words(mutant, exhibit)}")
@@ -88,7 +89,8 @@ def main(arguments: Sequence[str]) -> int:
     summary = (
         f"{len({row.bug for _, row in scores})} bugs in {len(scores)} cells: "
         f"{len(scores) - len(hidden) - len(wrong)} caught and named right, "
-        f"{len(hidden)} hidden by the model as expected, {len(wrong)} not as expected"
+        f"{len(hidden)} hidden by the model as expected, {len(wrong)} not as expected; "
+        f"`verify` sees {sum(row.seen for _, row in scores)}"
     )
     if asked.json:
         record = [dataclasses.asdict(row) for _, row in scores]
@@ -124,7 +126,8 @@ def _named(row: Score) -> str:
 def _line(source: str, row: Score) -> str:
     verdict = f"hidden: {row.hidden}" if row.verdict == "hidden" else row.verdict
     caught = "yes" if row.caught else "no"
-    return LINE.format(row.bug, source, row.model, row.cell, caught, _named(row), verdict)
+    seen = "yes" if row.seen else "no"
+    return LINE.format(row.bug, source, row.model, row.cell, caught, _named(row), seen, verdict)
 
 
 def _fused() -> Build:
@@ -159,8 +162,8 @@ def _write(summary: str, scores: Sequence[tuple[Mutant, Score]]) -> None:
         "",
         f"{summary}.",
         "",
-        "| bug | public bug | model | cell | caught | named |",
-        "|---|---|---|---|---|---|",
+        "| bug | public bug | model | cell | caught | named | seen by `verify` |",
+        "|---|---|---|---|---|---|---|",
     ]
     before = ""
     for mutant, row in scores:
@@ -170,7 +173,8 @@ def _write(summary: str, scores: Sequence[tuple[Mutant, Score]]) -> None:
         first = (bug, link) if mutant.name != before else ("", "")
         before = mutant.name
         named = f"hidden: {row.hidden}" if row.hidden else f"`{row.op}`, rank {row.rank}"
-        last = ("yes" if row.caught else "no", named)
+        seen = "yes" if row.seen else f"no: {row.unseen}" if row.unseen else "no"
+        last = ("yes" if row.caught else "no", named, seen)
         lines.append("| " + " | ".join((*first, row.model, row.cell, *last)) + " |")
     text = PAGE.read_text("utf-8")
     head, tail = text.split(BEGIN)[0], text.split(END)[1]

@@ -17,6 +17,7 @@ from anyshard.checkpoint import open_checkpoint
 from anyshard.checkpoint.widen import TensorType
 from anyshard.config import Llama3Scaling
 from anyshard.launcher import RankMain
+from anyshard.verify import divergence
 from anyshard.verify.cells import Cell
 from anyshard.verify.divergence import Divergence, cell_run, first_divergence
 from anyshard.verify.driver import open_group, served
@@ -36,18 +37,22 @@ def short(**split: Any) -> Cell:
 def diverges(
     model: Loaded, cell: Cell, body: RankMain = rank_main, *, at: Target | None = None
 ) -> Divergence | None:
-    """What is found when the cell's ranks run `body` and the unsplit rank does not."""
+    """What is found when the cell's ranks run `body` and the unsplit rank does not.
+
+    at: where the search is told to begin, though nothing may differ there.
+    """
     forked = cell.comm in ("shm", "torch")
     suspect = open_group(model.served, body, forked=forked)
     truth = open_group(model.served, rank_main, forked=False)
     epochs = itertools.count(1)
     try:
-        return first_divergence(
-            model.served,
+        runs = (
             cell_run(suspect, model, cell, epochs=epochs),
             cell_run(truth, model, cell.unsplit(), epochs=epochs),
-            at=at,
         )
+        if at is not None:
+            return divergence._followed(model.served, *runs, at)
+        return first_divergence(model.served, *runs)
     finally:
         suspect.close()
         truth.close()

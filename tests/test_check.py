@@ -13,19 +13,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import mutants
 import numpy as np
 import pytest
 from grid import the_model
 
 from anyshard.comm.control import Frame
 from anyshard.engine import Event
+from anyshard.errors import PeerLost
 from anyshard.launcher import RankGroup
 from anyshard.verify import cells, check, naive
-from anyshard.verify.cells import Cell, Outcome, Place, run_cell
-from anyshard.verify.check import Checker, RequestShape, unlike
+from anyshard.verify.cells import Cell, Outcome, Place, first_tokens, run_cell
+from anyshard.verify.check import Checker, RequestShape
 from anyshard.verify.driver import open_group
+from anyshard.verify.grid import Lists, cells_of, full
 from anyshard.verify.naive import rank_of_any_order
 from anyshard.verify.report import divergence_text
+from anyshard.verify.result import unlike
 from anyshard.worker import Worker
 
 SHAPE = RequestShape(prompt_tokens=30, decode_tokens=3)
@@ -58,14 +62,25 @@ class StoppedAtTwo(Worker):
         super()._take(frame)
 
 
+class FirstTurnedBack(Worker):
+    """In a frame of several sequences the first request stands one position too early."""
+
+    def _take(self, frame: Frame) -> None:
+        super()._take(frame)
+        rows = len(frame.rows)
+        if len(np.unique(self.row_slot[:rows])) > 1:
+            mine = np.flatnonzero(self.row_slot[:rows] == 0)
+            self.positions[mine] = np.maximum(self.positions[mine] - 1, 0)
+
+
 class NeighbourMoved(Worker):
     """Two ranks read the first request of a batch one position too far."""
 
     def _take(self, frame: Frame) -> None:
         super()._take(frame)
-        rows = len(frame.rows)
-        if self.program.layout.tp == 2:
-            self.positions[:rows][self.row_slot[:rows] == 0] += 1
+        slots = self.row_slot[: len(frame.rows)]
+        if self.program.layout.tp == 2 and len(np.unique(slots)) > 1:
+            self.positions[: len(slots)][slots == 0] += 1
 
 
 @pytest.fixture
@@ -180,7 +195,7 @@ def test_another_token_of_equal_logits_has_a_place(
     place = found.first_divergence
     assert place is not None and place.what == "token" and place.position == 29 + index
     assert int(place.cell) == place.token_id == int(place.unsplit) + 1
-    assert place.where == "sample on rank 0, from the same logits"
+    assert found.where == "sample on rank 0, from the same logits"
     assert f"position {29 + index}: token {place.unsplit} became {place.cell}" in divergence_text(
         found
     )
@@ -206,8 +221,93 @@ def test_neighbours_are_compared_too(checker: Checker, monkeypatch: pytest.Monke
     single, pair, triple = (checker.check(Cell(axis="batch", tp=tp, batch=3)) for tp in (1, 2, 3))
     assert (single.verdict, triple.verdict) == ("equal", "equal") and not triple.neighbours
     assert pair.verdict == "differs" and pair.elements_differing == 0 and pair.tokens_equal
-    assert pair.neighbours == "1 of 2 neighbours differ from those of tp1 last of 3"
-    assert divergence_text(pair) == pair.neighbours
+    assert pair.neighbours == (
+        "1 of 2 neighbours differ from what each gives alone and unsplit; "
+        "the first is neighbour 1, of 11 prompt tokens"
+    )
+    assert pair.neighbour == 1 and divergence_text(pair) == pair.neighbours
+
+
+def test_a_neighbour_that_is_wrong_in_every_batch_is_held_against_itself_alone(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cell that runs it is right; the request that is compared is the last, so it is equal."""
+    monkeypatch.setitem(naive.ORDERS, "written", FirstTurnedBack)
+    for tp in (1, 2):
+        found = checker.check(Cell(axis="batch", tp=tp, batch=3))
+        assert found.verdict == "differs" and found.only_neighbours_differ
+        assert found.neighbour == 1 and found.neighbours.startswith("1 of 2 neighbours differ")
+    assert checker.check(Cell(axis="tp", tp=2)).verdict == "equal"
+
+
+def test_tokens_of_a_neighbour_are_compared(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is fed to no step: no logit shows it."""
+
+    def draw(outcome: Outcome) -> Outcome:
+        other = outcome.others[0]
+        drawn = replace(other, tokens=(*other.tokens[:-1], other.tokens[-1] + 1))
+        return replace(outcome, others=outcome.others | {0: drawn})
+
+    altered(monkeypatch, draw)
+    found = checker.check(Cell(axis="batch", tp=2, batch=2))
+    assert found.verdict == "differs" and found.neighbour == 0
+
+
+def test_a_neighbour_that_is_lost_when_it_runs_alone_loses_the_cell(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(group: Any, model: Any, cell: Cell, **rest: Any) -> Outcome:
+        if cell.prompt_tokens == 11:
+            raise PeerLost("a planted loss")
+        return run_cell(group, model, cell, **rest)
+
+    monkeypatch.setattr(check, "run_cell", run)
+    found = checker.check(Cell(axis="batch", batch=4))
+    assert found.verdict == "lost" and found.elements_differing == 0
+    assert found.lost is not None and found.lost.startswith("in the run of neighbour 1 alone: ")
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_tokens_are_compared_where_nobody_asks_for_logits(
+    tp: int, checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `chat`: no logit shows a wrong id. It is run once for every cut of the vocabulary."""
+    runs: list[list[int]] = []
+
+    def counted(group: Any, model: Any, cell: Cell, lengths: list[int], **rest: Any) -> Any:
+        runs.append(lengths)
+        return first_tokens(group, model, cell, lengths, **rest)
+
+    monkeypatch.setattr(check, "first_tokens", counted)
+    wide = Cell(axis="tp", tp=tp)
+    assert {checker.check(replace(wide, pp=pp)).verdict for pp in (1, 2)} == {"equal"}
+    assert [len(lengths) for lengths in runs] == [tp], "a prefix for every rank, and only once"
+    checker._paired.clear()
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.LocalIds)
+    found = checker.check(wide)
+    assert found.verdict == "differs" and found.elements_differing == 0
+    assert found.tokens_equal is False and found.neighbours == ""
+    place = found.first_divergence
+    assert place is not None and place.what == "pair" and place.position + 1 in runs[1]
+    assert "where nobody asks for logits" in divergence_text(found)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "decode_tokens"), [(400, 60), (9, 2)])
+def test_every_cell_runs_all_of_the_request(prompt_tokens: int, decode_tokens: int) -> None:
+    """And one that runs less of it says so in its name."""
+    shape = RequestShape(prompt_tokens=prompt_tokens, decode_tokens=decode_tokens)
+    config = the_model(MODEL).config
+    for each in (Cell(axis="base"), *cells_of(Lists(batches=(1, 3), chunks=(7, None)))):
+        asked = shape.of(each, config.vocab)
+        assert (asked.prompt_tokens, asked.num_tokens) == (prompt_tokens, decode_tokens + 1)
+    for each in full(config):
+        asked = shape.of(each, config.vocab)
+        runs = (asked.prompt_tokens, asked.num_tokens - 1)
+        assert (
+            runs == (prompt_tokens, decode_tokens) or "({}+{} tokens)".format(*runs) in asked.name
+        )
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
@@ -216,9 +316,7 @@ def test_a_neighbour_with_the_same_prompt_is_another_request(
 ) -> None:
     """As with a vocabulary of one token; its answer is shorter, so its digest is another."""
     model = the_model(MODEL)
-    monkeypatch.setattr(
-        cells, "neighbours", lambda model, count: [model.prompt[:30], model.prompt[:30]][:count]
-    )
+    monkeypatch.setattr(cells, "neighbour_prompt", lambda model, index: model.prompt[:30])
     group = open_group(model.served, rank_of_any_order, forked=False)
     try:
         checker = Checker(group, model, SHAPE)

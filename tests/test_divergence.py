@@ -24,9 +24,9 @@ from test_stored import HELD
 
 from anyshard.capture import Arrays, Capture, read_capture
 from anyshard.checkpoint import open_checkpoint
-from anyshard.verify import cells, naive
+from anyshard.verify import cells, divergence, naive
 from anyshard.verify.cells import Cell
-from anyshard.verify.divergence import cell_divergence, cell_run, first_divergence
+from anyshard.verify.divergence import cell_divergence, cell_run
 from anyshard.verify.driver import open_group, served
 from anyshard.verify.naive import rank_body
 from anyshard.verify.points import Point, Target, points
@@ -235,21 +235,20 @@ def test_one_loaded_group_runs_the_cell_and_its_unsplit_run() -> None:
     group = open_group(model.served, rank_body(mutants.WrongKvHead), forked=True)
     try:
         found = cell_divergence(model.served, group, model, short(tp=2), epochs=epochs)
-        assert named(found) == ("layers.0.attention", 1, "attention")
-        assert cell_divergence(model.served, group, model, short(tp=3), epochs=epochs) is None
+        assert named(found.found) == ("layers.0.attention", 1, "attention") and found.repeats
+        healthy = cell_divergence(model.served, group, model, short(tp=3), epochs=epochs)
+        assert healthy.found is None and not healthy.repeats
+        assert healthy.sentence() == "it did not repeat"
     finally:
         group.close()
 
 
-def test_what_recorded_digests_say_is_where_the_search_begins() -> None:
-    """One owner hashes a residual, so a digest may be late by layers, or name a later op."""
+def test_a_search_that_begins_too_late_goes_back_to_the_fault() -> None:
+    """Layers after it are wrong too, and its own row may be."""
     cell, bug = short(tp=2), rank_body(mutants.WrongKvHead)
     for layer in (0, 1, 2):
         found = diverges(the_model(A9), cell, bug, at=Target(position=0, layer=layer))
         assert named(found) == ("layers.0.attention", 1, "attention")
-    late, at = short(pp=2), Target(position=3, layer=0)  # where nothing is wrong
-    found = diverges(the_model(A9), late, rank_body(mutants.PositionReset), at=at)
-    assert named(found) == ("layers.2.qkv", 1, "q")
 
 
 # --- how it is said -----------------------------------------------------------------------------
@@ -260,7 +259,7 @@ def test_the_unsplit_run_is_held_against_the_reference_too() -> None:
     model, at = the_model(A9), Target(position=0, layer=0)
     group = open_group(model.served, rank_body(mutants.LostLane), forked=False)
     run = cell_run(group, model, short().unsplit(), epochs=itertools.count(1))
-    found = first_divergence(model.served, run, run, at=at)
+    found = divergence._followed(model.served, run, run, at)
     group.close()
     assert named(found) == ("layers.0.gate_up", 0, "ffn")
     assert found is not None and found.note.startswith("the unsplit run itself")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
+from typing import Any
 
 import mutants
+import numpy as np
 import pytest
 from models import MODELS, write_hf_model
 from test_verify import SHORT, Ran
 
 from anyshard.cli import parting
 from anyshard.comm.control import Frame
-from anyshard.verify import naive
+from anyshard.verify import check, naive
+from anyshard.verify.cells import Cell, Outcome, run_cell
+from anyshard.worker import Worker
 
 LAYOUTS = ("--layouts", "tp2,pp2", "--json")
 
@@ -22,6 +27,14 @@ class FailsInReplay(mutants.MissingNode):
     def _take(self, frame: Frame) -> None:
         assert self.plan.capture is None, "a planted failure"
         super()._take(frame)
+
+
+class OnlyWhatIsReturned(Worker):
+    """Two ranks hold the right logits, and give others to the front: nothing that is copied."""
+
+    def _sample(self, sampled: Any, flags: Any, tokens: Any) -> Any:
+        logits = super()._sample(sampled, flags, tokens)
+        return logits if logits is None or self.program.layout.tp != 2 else logits + np.float32(1)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,7 @@ def where_of(ran: Ran) -> str:
     assert ran.code == 4
     wide, deep = ran.record["cells"]
     assert (wide["verdict"], deep["verdict"]) == ("differs", "equal")
-    where = wide["first_divergence"]["where"]
+    where = wide["where"]
     assert isinstance(where, str)
     return where
 
@@ -61,6 +74,25 @@ def test_a_replay_that_the_system_refuses_is_a_note(
     monkeypatch.setattr("anyshard.verify.divergence.tempfile.TemporaryDirectory", full_disk)
     where = where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS))
     assert where.startswith("where it parts could not be found: the system refused: ")
+
+
+def test_a_difference_that_repeats_and_has_no_place_is_not_said_to_be_gone(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(naive.ORDERS, "written", OnlyWhatIsReturned)
+    where = where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS))
+    assert where.startswith("it differs again, but everything that was looked at"), where
+
+
+def test_a_difference_that_is_gone_did_not_repeat(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(group: Any, model: Any, cell: Cell, **rest: Any) -> Outcome:
+        outcome = run_cell(group, model, cell, **rest)
+        return replace(outcome, logits=outcome.logits + (cell.tp == 2))
+
+    monkeypatch.setattr(check, "run_cell", run)
+    assert where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS)) == "it did not repeat"
 
 
 def test_ranks_that_are_lost_in_a_replay_are_a_note(

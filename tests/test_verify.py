@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import mutants
 import numpy as np
 import pytest
 from grid import the_model
@@ -35,17 +34,19 @@ from anyshard.ops import available_bodies
 from anyshard.tokenizer import Tokenizer
 from anyshard.verify import check, naive
 from anyshard.verify.cells import BATCH, Cell
-from anyshard.verify.check import Checker, RequestShape, max_ulp, witness_cells
+from anyshard.verify.check import Checker, RequestShape, witness_cells
 from anyshard.verify.driver import open_group
 from anyshard.verify.grid import Lists, Split, cells_of, full, parse_layouts, quick, runnable
 from anyshard.verify.naive import rank_of_any_order
 from anyshard.verify.prompt import hashed_tokens, text_tokens
+from anyshard.verify.result import max_ulp
 
 SHORT = ("--in-process", "--prompt-tokens", "40", "--tokens", "3")
 GENERATES = {"THREADS": "2", "CHUNK": "32", "KERNELS": "scalar", "HEADS": "5,4", "LAYERS": "2,1"}
 CELL_FIELDS = {
     "cell", "profile_hash", "positions", "vocab", "digest", "elements_differing", "max_ulp",
-    "tokens_equal", "verdict", "witness", "first_divergence", "neighbours", "fault", "lost",
+    "tokens_equal", "verdict", "witness", "first_divergence", "where", "neighbours", "neighbour",
+    "fault", "lost",
     "wire_bytes_per_token", "weight_bytes", "kv_bytes", "prefill_tokens_per_s",
     "decode_tokens_per_s", "speed_ratio", "seconds",
 }  # fmt: skip
@@ -115,49 +116,28 @@ def test_json_is_one_object_and_holds_every_field(
     assert split["wire_bytes_per_token"] > 0 == by_name["tp1"]["wire_bytes_per_token"]
 
 
-def test_a_planted_bug_ends_in_exit_4_and_shows_where(
-    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that is never added: it needs two ranks, so pp2 and the unsplit run stay right."""
-    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
-    ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2", "--json")
-    assert ran.code == 4
-    wide, deep = ran.record["cells"]
-    assert deep["verdict"] == "equal" and deep["first_divergence"] is None
-    assert wide["verdict"] == "differs" and wide["elements_differing"] > 0 < wide["max_ulp"]
-    found = wide["first_divergence"]
-    assert found["position"] == 0, "the bug is in every row"
-    assert float.fromhex(found["cell"]) != float.fromhex(found["unsplit"])
-    assert found["where"].startswith("layers.0.")
-    assert " on rank 0 (tp 0, stage 0), position 0: " in found["where"], found["where"]
-    shown = Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2")
-    assert shown.code == 4
-    assert "1 of 2 cells DIFFER; 1 of 2 cells equal" in shown.out
-    assert f"position 0, id {found['token_id']}: {found['unsplit']} became" in shown.out
-
-
-def test_a_bug_that_only_prompt_rows_show_is_seen(
-    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first row of a chunk misses its own key: at the chunk's edge, and not before."""
-    monkeypatch.setitem(naive.ORDERS, "written", mutants.ChunkEdge)
-    ran = Ran(capfd, tiny, *SHORT, "--chunk", "16", "--json")
-    assert ran.code == 4
-    assert ran.record["cells"][0]["first_divergence"]["position"] == 16
-
-
-def test_a_fault_in_a_cell_is_a_difference(
-    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(naive.ORDERS, "written", mutants.Unmasked)
-    monkeypatch.setattr(
-        "anyshard.verify.grid.quick",
-        lambda config: [Cell(axis="pages", poison=True, prompt_tokens=9)],
+def test_all_of_a_long_request_is_run(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its neighbours too, whose prompts are shorter and whose answers are as long."""
+    lists = ("--layouts", "tp1,tp2", "--batch", "1,3")
+    ran = Ran(
+        capfd, tiny, "--in-process", "--prompt-tokens", "400", "--tokens", "60", *lists, "--json"
     )
-    ran = Ran(capfd, tiny, *SHORT, "--json")
-    (cell,) = ran.record["cells"]
-    assert ran.code == 4 and cell["verdict"] == "differs"
-    assert cell["fault"].startswith("layers.0.")
+    record = ran.record
+    assert ran.code == 0 and (record["prompt_tokens"], record["decode_tokens"]) == (400, 60)
+    assert {row["positions"] for row in (record["unsplit"], *record["cells"])} == {400 + 60}
+
+
+@pytest.mark.parametrize("body", available_bodies()[:1])
+def test_the_body_that_auto_takes_is_not_held_against_itself(
+    body: str, tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capfd, tiny, *SHORT, "--kernels", body)
+    assert ran.code == 2 and ran.out == "" and ran.err.count("\n") == 1
+    assert f"--kernels: {body} is what auto takes here, so it is the unsplit run" in ran.err
+    mixed = Ran(capfd, tiny, *SHORT, "--layouts", "tp1,tp2", "--kernels", f"auto,{body}", "--json")
+    assert mixed.code == 0
+    assert [cell["cell"] for cell in mixed.record["cells"]] == ["tp1", "tp2", f"tp2 {body}"]
+    assert [each["cell"] for each in mixed.record["skipped"]] == [f"tp1 {body}"]
 
 
 def test_a_lost_cell_is_told_and_the_others_are_compared(
@@ -455,7 +435,7 @@ def test_a_bar_is_told_of_every_run() -> None:
         assert {checker.check(cell).verdict for cell in cells} == {"equal"}
     finally:
         group.close()
-    assert len(ticks) == checker.steps(cells) == 4 + 1 + 3
+    assert len(ticks) == checker.steps(cells) == 4 + 1 + 3 + 2
 
 
 def test_positions_that_do_not_fit_into_memory_are_left_out(
@@ -491,6 +471,7 @@ def test_quick_grid_of_the_demo_model_is_equal() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
+    assert record["equal"] and record["vacuous"] == 0, record["summary"]
     assert len(record["cells"]) >= 14 - (len(available_bodies()) < 3)
     assert record["unsplit"]["positions"] == 308
     assert (

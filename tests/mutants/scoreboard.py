@@ -4,15 +4,17 @@
         for exhibit in mutant.exhibits:
             print(score(mutant, exhibit))
 
-Caught: the digest (where no logits are asked for, the tokens) is not the unsplit run's, or the
-run faults. Named: by `verify.divergence.first_divergence`.
+Caught: the digest (where no logits are asked for, the tokens) is not that of an unsplit run of
+right ranks, or the run faults. Named: by `verify.divergence.first_divergence`, beside right ranks
+too. Seen: `verify` says that the cell differs, though its unsplit run is that of ranks which have
+the bug as well.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from anyshard.ops import reference
 from anyshard.ops.exact import F32
 from anyshard.verify import cells
 from anyshard.verify.cells import Cell, Outcome
+from anyshard.verify.check import Checker, RequestShape
 from anyshard.verify.divergence import Divergence, Run, cell_run, first_divergence
 from anyshard.verify.driver import Driver, open_group
 from anyshard.verify.naive import AlteredOps, rank_body
@@ -32,14 +35,15 @@ from anyshard.worker import Worker, rank_main
 from mutants.catalogue import Exhibit, Mutant
 from mutants.subjects import subject
 
-Verdict = Literal["right", "hidden", "MISSED", "MISNAMED", "NOT HIDDEN"]
+Verdict = Literal["right", "hidden", "MISSED", "MISNAMED", "NOT HIDDEN", "NOT SEEN", "SEEN"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """One row. op, rank: what was named, None where nothing was; sentence: in full.
 
-    truth: the digest that was compared with, "" where it was not a request of the engine.
+    truth: the digest that was compared with, "" where it was not a request of the engine. seen: by
+    `verify`; unseen: why it is not.
     """
 
     bug: str
@@ -49,6 +53,8 @@ class Score:
     op: str | None
     rank: int | None
     verdict: Verdict
+    seen: bool
+    unseen: str
     hidden: str
     sentence: str
     truth: str
@@ -73,14 +79,19 @@ def score(mutant: Mutant, exhibit: Exhibit) -> Score:
         caught, found = _through_engine(
             model, exhibit.cell, body, right=right, want_logits=want_logits
         )
+    seen = mutant.scenario != "rerun" and seen_by_verify(model, exhibit.cell, body)
     named = None if found is None else (found.op, found.rank)
     verdict: Verdict
     if exhibit.hidden:
-        verdict = "NOT HIDDEN" if caught or found else "hidden"
+        verdict = "NOT HIDDEN" if caught or found or seen else "hidden"
     elif not caught:
         verdict = "MISSED"
+    elif named != (exhibit.op, exhibit.rank):
+        verdict = "MISNAMED"
+    elif seen == bool(exhibit.unseen):
+        verdict = "SEEN" if seen else "NOT SEEN"
     else:
-        verdict = "right" if named == (exhibit.op, exhibit.rank) else "MISNAMED"
+        verdict = "right"
     return Score(
         bug=mutant.name,
         model=exhibit.model,
@@ -89,11 +100,30 @@ def score(mutant: Mutant, exhibit: Exhibit) -> Score:
         op=None if found is None else found.op,
         rank=None if found is None else found.rank,
         verdict=verdict,
+        seen=seen,
+        unseen=exhibit.unseen,
         hidden=exhibit.hidden,
         sentence="" if found is None else found.sentence(),
         truth=truth,
         seconds=time.monotonic() - start,
     )
+
+
+class Unwitnessed(Checker):
+    """Whether a cell differs does not depend on its witnesses, and they take long."""
+
+    def _measure(self, part: Cell) -> float:
+        return 1.0
+
+
+def seen_by_verify(model: Loaded, cell: Cell, body: RankMain) -> bool:
+    """Whether `verify` says that the cell differs, or that there is nothing to compare with."""
+    request = RequestShape(prompt_tokens=cell.prompt_tokens, decode_tokens=cell.num_tokens - 1)
+    group = open_group(model.served, body, forked=False)
+    try:
+        return Unwitnessed(group, model, request).check(cell).verdict in ("differs", "lost")
+    finally:
+        group.close()
 
 
 def cell_words(mutant: Mutant, exhibit: Exhibit) -> str:
@@ -130,19 +160,11 @@ def _through_engine(
     suspects = open_group(model.served, body, forked=False)
     truths = open_group(model.served, right, forked=False)
     epochs = itertools.count(1)
-
-    def tokens_only(capture: Capture) -> None:
-        cells.run_cell(
-            suspects, model, cell, epoch=next(epochs), want_logits=False, capture=capture
-        )
-
     try:
         got = cells.run_cell(suspects, model, cell, epoch=next(epochs), want_logits=want_logits)
         caught = got.fault is not None or got.tokens != whole.tokens
         caught |= want_logits and got.digest != whole.digest
-        suspect = cell_run(suspects, model, cell, epochs=epochs)
-        if not want_logits:
-            suspect = replace(suspect, start=tokens_only)
+        suspect = cell_run(suspects, model, cell, epochs=epochs, want_logits=want_logits)
         truth = cell_run(truths, model, cell.unsplit(), epochs=epochs)
         return caught, first_divergence(model.served, suspect, truth)
     finally:

@@ -209,11 +209,11 @@ class OverwrittenBefore(Worker):
 
 
 class DroppedLeafBinder(Binder):
-    """The last leaf of down_proj is left out by the rank that has it."""
+    """In a split, the last leaf of down_proj is left out by the rank that has it."""
 
     def _down_proj(self, op: Op) -> Run:
         linear, f_RF, here = super()._down_proj(op), self.w.f_RF, self.w.program
-        if here.ffn[1] != self.w.config.ffn:
+        if here.ffn[1] != self.w.config.ffn or self.w.comm.tp == 1:
             return linear
         first = f_RF.shape[1] - op.sum.leaf_lengths[-1]
 

@@ -8,6 +8,7 @@ must be told.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from anyshard.cli.memory import memory_need
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from anyshard.launcher import RankGroup
     from anyshard.verify.cells import Cell, Model
     from anyshard.verify.check import RequestShape
+    from anyshard.verify.result import CellResult
     from anyshard.worker import Served
 
 __all__ = ["Parting", "admit_cells", "replay_bytes"]
@@ -93,8 +95,11 @@ class Parting:
         self._opened, self._group, self._model, self._epochs = opened, group, model, epochs
         self._served: Served | None = None
 
-    def where(self, cell: Cell) -> str:
+    def where(self, cell: Cell, result: CellResult) -> str:
         """Op, rank, place and both values; or why they are not known. Never raises an Exception.
+
+        Of a cell that differs: of its request, or where that is equal, of the first neighbour that
+        is not; where only tokens differ that pairs decide, of the prefix that shows it.
 
         Held by: test_parting.py, test_verify.py.
         """
@@ -102,7 +107,7 @@ class Parting:
 
         try:
             short = self._short_of(cell)
-            return f"{_UNKNOWN}: {short}" if short else self._find(cell)
+            return f"{_UNKNOWN}: {short}" if short else self._find(cell, result)
         except Exception as error:  # noqa: BLE001  a difference is told, whatever fails here
             return f"{_UNKNOWN}: {why(error).splitlines()[0]}"
 
@@ -117,18 +122,25 @@ class Parting:
             f"run --layouts {cell.split} alone, with a lower --prompt-tokens"
         )
 
-    def _find(self, cell: Cell) -> str:
+    def _find(self, cell: Cell, result: CellResult) -> str:
         from anyshard.verify.divergence import cell_divergence
         from anyshard.verify.driver import served
 
         if self._served is None:
             self._served = served(self._opened.checkpoint)
-        found = cell_divergence(
+        first = result.first_divergence
+        is_pair = first is not None and first.what == "pair"
+        if first is not None and is_pair:  # the wrong token must be fed back, to be seen
+            length = first.position + 1
+            cell = replace(cell, batch=1, prompt_tokens=length, num_tokens=2, prompt_logits=0)
+        parted = cell_divergence(
             self._served,
             self._group,
             self._model,
             cell,
             epochs=self._epochs,
+            neighbour=result.neighbour if result.only_neighbours_differ else None,
+            want_logits=not is_pair,
             deadline_s=self._opened.flags.deadline,
         )
-        return "it did not repeat" if found is None else found.sentence()
+        return parted.sentence()

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from anyshard.launcher import RankGroup
     from anyshard.ops import KernelChoice
     from anyshard.verify.cells import Cell, Model
-    from anyshard.verify.check import CellResult, RequestShape
+    from anyshard.verify.check import RequestShape
     from anyshard.verify.grid import Lists
     from anyshard.verify.report import Report
+    from anyshard.verify.result import CellResult
 
 __all__ = ["GridFlags", "verify"]
 
@@ -256,14 +257,18 @@ class _Verify:
 
     def _cells(self, model: Model) -> tuple[list[Cell], tuple[tuple[str, str], ...]]:
         """(cells to run, those of a named grid that cannot run here). Raises: UserError."""
-        from anyshard.verify.grid import cells_of, check_layouts, full, quick, runnable
+        from anyshard.verify.grid import cells_of, check_layouts, full, quick, runnable, telling
 
         if self.lists is None:
             make = quick if self.grid == "quick" else full
             return runnable(make(model.config), forked=not self.in_process)
-        cells = cells_of(self.lists)
+        cells, skipped = telling(cells_of(self.lists))
+        if not cells:
+            raise OptionError(
+                f"--kernels: {skipped[0][1]}; name another body, or more than the unsplit model"
+            )
         check_layouts(cells, model)
-        return cells, ()
+        return cells, skipped
 
     def _compare(
         self,
@@ -297,11 +302,10 @@ class _Verify:
                 for cell in (None, *cells):
                     result = checker.baseline() if cell is None else checker.check(cell)
                     table.add(result)
-                    found = result.first_divergence
-                    if cell is not None and found is not None and found.where is None:
+                    if cell is not None and result.verdict == "differs" and result.where is None:
                         bar.update(done, total, f"replaying {cell.name}")
-                        where = parting.where(checker.asked(cell))
-                        result = replace(result, first_divergence=replace(found, where=where))
+                        where = parting.where(checker.asked(cell), result)
+                        result = replace(result, where=where)
                     table.add_note(result)
                     results.append(result)
         finally:

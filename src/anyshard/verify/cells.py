@@ -1,8 +1,9 @@
 """Cells: ways to run one request, each against the unsplit run, and beside a witness.
 
-A cell's *digest* is sha256 over the logit rows of the tokens emitted. Its *witness* is the share
-of those logits that change when the cell and the unsplit run are both computed in the order of an
-ordinary engine on that axis (`verify/naive.py`), fed the same tokens.
+A cell's *digest* is sha256 over its logit rows: of the prompt positions that it is asked for, then
+of every token emitted. In a batch every other request has one too, of its emitted rows. A cell's
+*witness* is the share of logits that change when the cell and the unsplit run are both computed in
+the order of an ordinary engine on that axis (`verify/naive.py`), fed the same tokens.
 
     outcome = run_cell(group, model, Cell(axis="tp", tp=3), epoch=2)
 """
@@ -13,7 +14,7 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -42,8 +43,13 @@ __all__ = [
     "Axis",
     "Cell",
     "Model",
+    "Neighbour",
     "Outcome",
+    "alone",
+    "batch_order",
+    "first_tokens",
     "forced_logits",
+    "neighbour_prompt",
     "neighbours",
     "run_cell",
     "shuffled_pages",
@@ -76,10 +82,11 @@ class Model:
 class Cell:
     """One way to run the request. `place`: where it stands in a batch of `batch` requests.
 
-    prompt_tokens, num_tokens: how much of the request is run (the baseline runs the same).
+    prompt_tokens, num_tokens: how much of the request is run (the baseline runs the same); a
+    `check.RequestShape` puts all of its request here, or less where the cell is_short.
     prompt_logits: how many prompt positions before the last are compared, besides the tokens
-    emitted. comm "auto": the wire of the rank group that runs it. is_short: it runs less of the
-    request than others do, which its name says, for its digest is another.
+    emitted. comm "auto": the wire of the rank group that runs it. is_short: it runs at most that
+    much of any request, which its name says, for its digest is another.
     """
 
     axis: Axis
@@ -171,20 +178,27 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """What another request of a batch came to: sha256 over its emitted logit rows, its tokens."""
+
+    digest: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a cell came to.
 
     logits: float32 [prompt_logits + num_tokens, V], in position order; digest: sha256 over them.
-    others: digests of the neighbours, by their index in `neighbours`, for of a small vocabulary
-    prompts may be alike. wire_bytes_per_token: of all ranks, per row run,
-    without the logits gathered to be compared.
+    others: by their index in `neighbours`, for of a small vocabulary prompts may be alike.
+    wire_bytes_per_token: of all ranks, per row run, without the logits gathered to be compared.
     """
 
     digest: str
     tokens: tuple[int, ...]
     logits: F32
     fault: str | None
-    others: dict[int, str]
+    others: dict[int, Neighbour]
     statuses: list[StatusView]
     costs: list[WireCost]
     wire_bytes_per_token: float
@@ -195,13 +209,38 @@ class Outcome:
 
 def neighbours(model: Model, count: int = BATCH - 1) -> list[tuple[int, ...]]:
     """`count` prompts of 6 to NEIGHBOUR_TOKENS tokens; of one token, some are alike."""
-    vocab = model.config.vocab
+    return [neighbour_prompt(model, index) for index in range(count)]
+
+
+def neighbour_prompt(model: Model, index: int) -> tuple[int, ...]:
+    """One of `neighbours`."""
     lengths = range(6, NEIGHBOUR_TOKENS + 1, 5)
-    return [hashed_tokens(lengths[i % 16], vocab, seed=i + 1) for i in range(count)]
+    return hashed_tokens(lengths[index % 16], model.config.vocab, seed=index + 1)
+
+
+def alone(model: Model, cell: Cell, index: int) -> tuple[Model, Cell]:
+    """A neighbour of the cell's batch by itself: the model that reads it, and its unsplit cell."""
+    prompt = neighbour_prompt(model, index)
+    num_tokens = max(1, cell.num_tokens - index % 5)
+    unsplit = Cell(axis="base", prompt_tokens=len(prompt), num_tokens=num_tokens)
+    return replace(model, prompt=prompt), unsplit
+
+
+def batch_order(cell: Cell) -> list[int | None]:
+    """Whose slot is which: indices in `neighbours` as they are submitted, None for the request."""
+    others = list(range(cell.batch - 1))
+    match cell.place:
+        case "first":
+            return [None, *others]
+        case "last":
+            return [*others[::-1], None]
+        case _:
+            before = cell.batch // 2 - 1
+            return [*others[:before], None, *others[before:]]
 
 
 def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[tuple[int | None, Request]]:
-    """The batch of a cell, in submission order, each with its index in `neighbours`; mine None."""
+    """The batch of a cell in `batch_order`."""
     mine = Request(
         prompt=model.prompt[: cell.prompt_tokens],
         max_tokens=cell.num_tokens,
@@ -209,23 +248,12 @@ def _requests(model: Model, cell: Cell, *, want_logits: bool) -> list[tuple[int 
         want_logits=want_logits,
         prompt_logits=cell.prompt_logits,
     )
-    others: list[tuple[int | None, Request]] = [
-        (
-            i,
-            Request(
-                prompt=prompt, max_tokens=max(1, cell.num_tokens - i % 5), want_logits=want_logits
-            ),
-        )
-        for i, prompt in enumerate(neighbours(model, cell.batch - 1))
-    ]
-    match cell.place:
-        case "first":
-            return [(None, mine), *others]
-        case "last":
-            return [*others[::-1], (None, mine)]
-        case _:
-            before = cell.batch // 2 - 1
-            return [*others[:before], (None, mine), *others[before:]]
+
+    def other(index: int) -> Request:
+        reads, each = alone(model, cell, index)
+        return Request(prompt=reads.prompt, max_tokens=each.num_tokens, want_logits=want_logits)
+
+    return [(i, mine if i is None else other(i)) for i in batch_order(cell)]
 
 
 def shuffled_pages(count: int) -> tuple[int, ...]:
@@ -256,6 +284,45 @@ class _Collected:
                 self.logits.append(event.logits.copy())
 
 
+def _options(
+    model: Model, cell: Cell, *, num_seqs: int, length: int, deadline_s: float
+) -> EngineOptions:
+    """Of an epoch of the cell that holds so many requests, none longer than `length`."""
+    pages = num_seqs * -(-length // model.profile.kv_block)
+    return EngineOptions(
+        kernels=cell.kernels,
+        comm=cell.comm,
+        threads=cell.threads,
+        chunk=min(cell.chunk, length),
+        max_num_seqs=num_seqs,
+        max_model_len=length,
+        deadline_s=deadline_s,
+        page_order=shuffled_pages(pages) if cell.shuffled else None,
+        poison=cell.poison,
+    )
+
+
+def _engine(
+    group: RankGroup,
+    model: Model,
+    cell: Cell,
+    options: EngineOptions,
+    *,
+    epoch: int,
+    steps: list[StepShape] | None = None,
+) -> Engine:
+    return Engine(
+        group,
+        model.config,
+        model.profile,
+        cell.layout(model),
+        options,
+        cores=len(os.sched_getaffinity(0)),
+        epoch=epoch,
+        steps=steps,
+    )
+
+
 def run_cell(
     group: RankGroup,
     model: Model,
@@ -276,30 +343,11 @@ def run_cell(
     start = time.monotonic()
     requests = _requests(model, cell, want_logits=want_logits)
     steps: list[StepShape] = []
-    length = cell.tokens_max
-    pages = len(requests) * -(-length // model.profile.kv_block)
-    engine = Engine(
-        group,
-        model.config,
-        model.profile,
-        cell.layout(model),
-        EngineOptions(
-            kernels=cell.kernels,
-            comm=cell.comm,
-            threads=cell.threads,
-            chunk=min(cell.chunk, length),
-            prompt_logits=cell.prompt_logits,
-            max_num_seqs=len(requests),
-            max_model_len=length,
-            deadline_s=deadline_s,
-            page_order=shuffled_pages(pages) if cell.shuffled else None,
-            poison=cell.poison,
-            capture=capture,
-        ),
-        cores=len(os.sched_getaffinity(0)),
-        epoch=epoch,
-        steps=steps,
+    options = _options(
+        model, cell, num_seqs=len(requests), length=cell.tokens_max, deadline_s=deadline_s
     )
+    options = replace(options, prompt_logits=cell.prompt_logits, capture=capture)
+    engine = _engine(group, model, cell, options, epoch=epoch, steps=steps)
     mine, others = _Collected(keeps_rows=True), dict[int, _Collected]()
     collected: dict[int, _Collected] = {}
     for index, request in requests:
@@ -316,7 +364,10 @@ def run_cell(
         tokens=tuple(mine.tokens),
         logits=np.array(mine.logits, np.float32),
         fault=mine.fault,
-        others={index: got.digest.hexdigest() for index, got in sorted(others.items())},
+        others={
+            index: Neighbour(got.digest.hexdigest(), tuple(got.tokens))
+            for index, got in sorted(others.items())
+        },
         statuses=statuses,
         costs=costs,
         wire_bytes_per_token=sum(cost.bytes for cost in costs) / num_rows,
@@ -324,6 +375,31 @@ def run_cell(
         decode_tokens_per_s=timings.decode_tokens / max(timings.decode_s, 1e-9),
         seconds=time.monotonic() - start,
     )
+
+
+def first_tokens(
+    group: RankGroup,
+    model: Model,
+    cell: Cell,
+    lengths: Sequence[int],
+    *,
+    epoch: int = 1,
+    deadline_s: float = DEADLINE_S,
+) -> list[int | None]:
+    """The token that follows each prefix of the prompt, by its length; None where it failed.
+
+    The prefixes are greedy requests, one after another, that ask for no logits, so ranks exchange
+    only (value, id) pairs, as for `chat`. Raises: PeerLost.
+    """
+    options = _options(model, cell, num_seqs=1, length=max(lengths) + 1, deadline_s=deadline_s)
+    engine = _engine(group, model, cell, options, epoch=epoch)
+    found: dict[int, int | None] = {}
+    for length in lengths:
+        found[engine.submit(Request(prompt=model.prompt[:length], max_tokens=1))] = None
+    for event in engine.run():
+        found[event.request_id] = event.token if event.fault is None else None
+    engine.close()
+    return list(found.values())
 
 
 def forced_logits(

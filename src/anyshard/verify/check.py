@@ -4,8 +4,10 @@
     for cell in cells:
         result = checker.check(cell)
 
-What is compared are logits: of every prompt position asked for, and of every token emitted. All
-cells run as epochs of one loaded rank group, whose ranks run `naive.rank_of_any_order`.
+What is compared are logits: of every prompt position asked for, and of every token emitted. The
+other requests of a batch are held against what each gives alone and unsplit, and once for every cut
+of the vocabulary the tokens are too that ranks choose where nobody asks for logits. All cells run
+as epochs of one loaded rank group, whose ranks run `naive.rank_of_any_order`.
 
 A *witness* is measured along one axis at a time: the share of logits that change when the axis
 alone is split and both sides sum in the order of an ordinary engine (`verify/naive.py`). A cell
@@ -19,15 +21,16 @@ is another module's question (`divergence.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from anyshard.errors import AnyshardError
 from anyshard.launcher import RankGroup
 from anyshard.launcher.seat import REFUSALS, error_text
+from anyshard.layout import Span
 from anyshard.ops.exact import F32
 from anyshard.verify.cells import (
     DEADLINE_S,
@@ -35,29 +38,30 @@ from anyshard.verify.cells import (
     Axis,
     Cell,
     Model,
+    Neighbour,
     Outcome,
+    alone,
+    first_tokens,
     forced_logits,
+    neighbour_prompt,
     run_cell,
 )
 from anyshard.verify.naive import ORDERS, Order
 from anyshard.verify.prompt import hashed_tokens
+from anyshard.verify.result import CellResult, Difference, Unlike, Verdict, unlike
 
 __all__ = [
-    "CellResult",
     "Checker",
-    "Difference",
     "RequestShape",
-    "Unlike",
-    "max_ulp",
-    "unlike",
     "why",
     "witness_cells",
 ]
 
-Verdict = Literal["equal", "vacuous", "differs", "lost"]
+_Cut = tuple[tuple[Span, ...], str]  # vocabulary rows of each rank of a stage, and the wire
 
 WITNESS_PROMPT = 70  # tokens of a witness run: three blocks of keys, whatever the cell itself runs
 WITNESS_TOKENS = 4
+ROWS_OF_SECOND_CHUNK = 7  # of a witness run whose chunk is longer than its prompt would be
 COMPARED_BYTES = 1 << 27  # of the logits that a run keeps; more positions are left out
 
 
@@ -71,10 +75,12 @@ class RequestShape:
     def of(self, cell: Cell, vocab: int) -> Cell:
         """The cell with this request, and as many prompt positions compared as are kept.
 
-        The token that the last step emits is not fed back, so it adds no position.
+        The token that the last step emits is not fed back, so it adds no position. Only a cell that
+        is_short, which its name says, runs less of it. Held by: test_check.py.
         """
-        prompt = min(cell.prompt_tokens, self.prompt_tokens)
-        emitted = min(cell.num_tokens, self.decode_tokens + 1)
+        prompt, emitted = self.prompt_tokens, self.decode_tokens + 1
+        if cell.is_short:
+            prompt, emitted = min(cell.prompt_tokens, prompt), min(cell.num_tokens, emitted)
         most = max(0, COMPARED_BYTES // (4 * vocab) - emitted)
         return replace(
             cell,
@@ -84,107 +90,9 @@ class RequestShape:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The first logit or token that differs, and where the run parts, if that was looked for.
-
-    what "logit": that of `token_id` after `position`, as hex floats. "token": all logits up to
-    `position` are equal, and from the last of them another token was drawn; both as ids, and
-    `token_id` is the cell's.
-    """
-
-    what: Literal["logit", "token"]
-    position: int
-    token_id: int
-    unsplit: str
-    cell: str
-    where: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellResult:
-    """One row of the table.
-
-    positions: logit rows compared, each `vocab` wide. max_ulp: the largest distance of two
-    differing logits, counted in floats between them; None if nothing is there to compare. witness:
-    by axis, the share of logits that would change, 0..1; empty for a cell that only places work.
-    neighbours: other requests of the batch whose logits are not those that they had in an earlier
-    cell: how many, of how many, and which cell; empty if none. lost: why ranks were lost, with the
-    end of their log; what was not compared then is None, empty or 0.
-    Bytes are lists by rank; wire_bytes_per_token is the sum over ranks. tokens_per_s: decoding.
-    """
-
-    cell: str
-    profile_hash: str
-    positions: int
-    vocab: int
-    digest: str
-    elements_differing: int | None
-    max_ulp: int | None
-    tokens_equal: bool | None
-    verdict: Verdict
-    witness: dict[Axis, float]
-    first_divergence: Difference | None
-    neighbours: str
-    fault: str | None
-    lost: str | None
-    wire_bytes_per_token: float
-    weight_bytes: list[int]
-    kv_bytes: list[int]
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    speed_ratio: float
-    seconds: float
-
-    @property
-    def ranks(self) -> int:
-        """Processes or threads that ran it."""
-        return len(self.weight_bytes)
-
-
 def why(error: BaseException) -> str:
     """Its sentence, and below it its notes: of a lost rank, the end of the log."""
     return "\n".join([error_text(error), *getattr(error, "__notes__", [])])
-
-
-def max_ulp(a: F32, b: F32) -> int:
-    """The largest distance of two floats in the order of all floats; 0 where both are empty.
-
-    -0 and +0 are one apart, though not equal in bits; a NaN counts as beyond infinity.
-    Held by: test_verify.py::test_max_ulp_counts_floats.
-    """
-    first, second = (_ordinal(x) for x in (a, b))
-    return int(np.abs(first - second).max(initial=0))
-
-
-def _ordinal(x: F32) -> np.ndarray:
-    bits = np.ascontiguousarray(x).view(np.int32).astype(np.int64)
-    return np.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-
-
-@dataclass(frozen=True)
-class Unlike:
-    """How many values of two arrays [n, V] differ, by how much, and where first (row, column)."""
-
-    count: int
-    ulp: int
-    first: tuple[int, int] | None
-
-
-def unlike(a: F32, b: F32) -> Unlike:
-    """Compare two arrays of one shape, bit by bit, in the memory of a few rows.
-
-    Held by: test_check.py.
-    """
-    count, ulp, first = 0, 0, None
-    for row, (mine, other) in enumerate(zip(a, b, strict=True)):
-        differs = mine.view(np.uint32) != other.view(np.uint32)
-        here = int(np.count_nonzero(differs))
-        if here:
-            first = first or (row, int(differs.argmax()))
-            ulp = max(ulp, max_ulp(mine[differs], other[differs]))
-        count += here
-    return Unlike(count, ulp, first)
 
 
 def witness_cells(cell: Cell) -> dict[Axis, Cell]:
@@ -192,25 +100,23 @@ def witness_cells(cell: Cell) -> dict[Axis, Cell]:
 
     The request is cut short, but never below two chunks. Held by: test_verify.py.
     """
-    alone: dict[Axis, Cell] = {}
+    parts: dict[Axis, Cell] = {}
     if cell.tp > 1 or cell.heads is not None:
-        alone["tp"] = Cell(axis="tp", tp=cell.tp, heads=cell.heads)
+        parts["tp"] = Cell(axis="tp", tp=cell.tp, heads=cell.heads)
     if cell.pp > 1 or cell.layers is not None:
-        alone["pp"] = Cell(axis="pp", pp=cell.pp, layers=cell.layers)
+        parts["pp"] = Cell(axis="pp", pp=cell.pp, layers=cell.layers)
     if cell.chunk < cell.prompt_tokens:
-        alone["chunk"] = Cell(axis="chunk", chunk=cell.chunk)
+        parts["chunk"] = Cell(axis="chunk", chunk=cell.chunk)
     if cell.threads > 1:
-        alone["threads"] = Cell(axis="threads", threads=cell.threads)
+        parts["threads"] = Cell(axis="threads", threads=cell.threads)
     if cell.batch > 1:
-        alone["batch"] = Cell(axis="batch", batch=cell.batch)
+        parts["batch"] = Cell(axis="batch", batch=cell.batch)
     count = min(cell.num_tokens, WITNESS_TOKENS)
+    second = 0 if cell.chunk == WHOLE else cell.chunk + ROWS_OF_SECOND_CHUNK
+    lengths = {axis: max(WITNESS_PROMPT, second if axis == "chunk" else 0) for axis in parts}
     return {
-        axis: replace(
-            each,
-            num_tokens=count,
-            prompt_tokens=min(cell.prompt_tokens, max(WITNESS_PROMPT, 7 + each.chunk % WHOLE)),
-        )
-        for axis, each in alone.items()
+        axis: replace(each, num_tokens=count, prompt_tokens=min(cell.prompt_tokens, lengths[axis]))
+        for axis, each in parts.items()
     }
 
 
@@ -236,15 +142,18 @@ class Checker:
         self._unsplit: dict[Cell, Outcome] = {}
         self._forced: dict[tuple[Order, Cell], F32] = {}
         self._witness: dict[Cell, float] = {}
-        self._neighbours: dict[tuple[int, int], tuple[str, str]] = {}
+        self._alone: dict[tuple[int, int], Neighbour] = {}
+        self._paired: set[_Cut] = set()
 
     def steps(self, cells: list[Cell]) -> int:
         """How often on_step will be called by `baseline` and a `check` of each of `cells`."""
         base = self.asked(Cell(axis="base"))
         asked = [self.asked(cell) for cell in cells]
-        alone = {part for cell in asked for part in witness_cells(cell).values()}
+        witnesses = {part for cell in asked for part in witness_cells(cell).values()}
         whole = {cell.unsplit() for cell in (base, *asked)}
-        return len(cells) + len(whole) + len(alone)
+        others = {(cell.num_tokens, i) for cell in asked for i in range(cell.batch - 1)}
+        cuts = {self._cut(cell) for cell in asked} - {None}
+        return len(cells) + len(whole) + len(witnesses) + len(others) + len(cuts)
 
     def asked(self, cell: Cell) -> Cell:
         """The cell as it is run, with the request of this grid."""
@@ -266,11 +175,12 @@ class Checker:
     def baseline(self) -> CellResult:
         """The row of the unsplit run itself. Raises: AnyshardError, PeerLost."""
         cell = self.asked(Cell(axis="base"))
-        return replace(self._result(cell, self.unsplit(cell), {}, None), cell="unsplit")
+        return replace(self._result(cell, self.unsplit(cell), {}), cell="unsplit")
 
     def check(self, cell: Cell) -> CellResult:
-        """Run the cell, its unsplit run and its witnesses, what of them was not run before.
+        """Run the cell, and what was not run before of all that it is held against.
 
+        That is its unsplit run, its neighbours alone, tokens without logits, and its witnesses.
         Ranks that are lost, or that the system refuses, make a row that says so; the group may
         run the next cell all the same. Held by: test_check.py.
         """
@@ -280,21 +190,82 @@ class Checker:
             outcome = self._run(cell)
         except (AnyshardError, *REFUSALS) as error:
             return self._lost(cell, why(error))
-        lost: str | None = None
+        lost: list[str] = []
+        self._run_alone(cell, outcome, lost)
+        pair = self._wrong_pair(cell, lost) if outcome.fault is None else None
         parts = witness_cells(cell)
         for axis, part in parts.items():
-            if part in self._witness:
-                continue
-            try:
-                self._witness[part] = self._measure(part)
-            except (AnyshardError, *REFUSALS) as error:
-                lost = lost or f"in its witness along {axis}: {why(error)}"
-            else:
-                self._on_step()
+            if part not in self._witness:
+                with self._beside(lost, f"in its witness along {axis}"):
+                    self._witness[part] = self._measure(part)
         measured = {a: self._witness[part] for a, part in parts.items() if part in self._witness}
         if cell.chunk != WHOLE and "chunk" not in parts:
             measured["chunk"] = 0.0  # it was to be cut, and the prompt is too short for that
-        return self._result(cell, outcome, measured, lost)
+        return self._result(cell, outcome, measured, lost=lost[0] if lost else None, pair=pair)
+
+    @contextmanager
+    def _beside(self, lost: list[str], what: str) -> Iterator[None]:
+        """A run besides the cell's own: if it loses ranks, that is noted, and the rest stands."""
+        try:
+            yield
+        except (AnyshardError, *REFUSALS) as error:
+            lost.append(f"{what}: {why(error)}")
+        else:
+            self._on_step()
+
+    def _run_alone(self, cell: Cell, outcome: Outcome, lost: list[str]) -> None:
+        """Every neighbour by itself and unsplit, if it was not run before."""
+        for index in outcome.others:
+            if (cell.num_tokens, index) in self._alone or lost:
+                continue
+            model, whole = alone(self.model, cell, index)
+            epoch, deadline_s = next(self.epochs), self._deadline_s
+            with self._beside(lost, f"in the run of neighbour {index} alone"):
+                got = run_cell(self.group, model, whole, epoch=epoch, deadline_s=deadline_s)
+                self._alone[cell.num_tokens, index] = Neighbour(got.digest, got.tokens)
+
+    def _cut(self, cell: Cell) -> _Cut | None:
+        """How ranks of the cell share the vocabulary; None where they exchange no pairs."""
+        layout = cell.layout(self.model)
+        is_cut = layout.tp > 1 and cell.sampling.greedy
+        return (layout.vocab, cell.comm) if is_cut else None
+
+    def _wrong_pair(self, cell: Cell, lost: list[str]) -> Difference | None:
+        """A token that ranks choose wrongly where nobody asks for logits; once for each cut.
+
+        For every rank the shortest prefix of the prompt is run whose next token is one of its own
+        rows: otherwise the ids of that rank would never be looked at.
+        """
+        cut, whole = self._cut(cell), self.unsplit(cell)
+        if cut is None or cut in self._paired:
+            return None
+        start = cell.prompt_tokens - cell.prompt_logits  # the shortest prefix that is known
+        best = whole.logits[: cell.prompt_logits + 1].argmax(axis=1)
+        right: dict[int, int] = {}
+        for low, high in cut[0]:
+            rows = np.flatnonzero((best >= low) & (best < high))[:1]
+            right |= {start + int(row): int(best[row]) for row in rows}
+        lengths = sorted(right)
+        with self._beside(lost, "in its run without logits"):
+            found = first_tokens(
+                self.group,
+                self.model,
+                cell,
+                lengths,
+                epoch=next(self.epochs),
+                deadline_s=self._deadline_s,
+            )
+            self._paired.add(cut)
+            for length, token in zip(lengths, found, strict=True):
+                if token != right[length]:
+                    return Difference(
+                        what="pair",
+                        position=length - 1,
+                        token_id=-1 if token is None else token,
+                        unsplit=str(right[length]),
+                        cell="nothing" if token is None else str(token),
+                    )
+        return None
 
     def _run(self, cell: Cell) -> Outcome:
         epoch, deadline_s = next(self.epochs), self._deadline_s
@@ -315,7 +286,9 @@ class Checker:
             verdict="lost",
             witness={},
             first_divergence=None,
+            where=None,
             neighbours="",
+            neighbour=None,
             fault=None,
             lost=reason,
             wire_bytes_per_token=0.0,
@@ -328,16 +301,27 @@ class Checker:
         )
 
     def _result(
-        self, cell: Cell, outcome: Outcome, witness: dict[Axis, float], lost: str | None
+        self,
+        cell: Cell,
+        outcome: Outcome,
+        witness: dict[Axis, float],
+        *,
+        lost: str | None = None,
+        pair: Difference | None = None,
     ) -> CellResult:
         whole = self.unsplit(cell)
         found: Unlike | None = None
         if outcome.logits.shape == whole.logits.shape:
             found = unlike(outcome.logits, whole.logits)
         differing = whole.logits.size if found is None else found.count
-        tokens_equal, neighbours = outcome.tokens == whole.tokens, self._others(cell, outcome)
+        tokens_equal = outcome.tokens == whole.tokens and pair is None
+        first = None if found is None else self._difference(cell, outcome, found) or pair
+        where: str | None = None
+        if first is not None and first.what == "token":
+            where = f"sample on rank {cell.layout(self.model).sampler}, from the same logits"
+        others = self._unlike_alone(cell, outcome)
         verdict: Verdict = "equal"
-        if differing or not tokens_equal or neighbours:
+        if differing or not tokens_equal or others:
             verdict = "differs"
         elif lost is not None:
             verdict = "lost"
@@ -354,8 +338,10 @@ class Checker:
             tokens_equal=tokens_equal,
             verdict=verdict,
             witness=witness,
-            first_divergence=None if found is None else self._difference(cell, outcome, found),
-            neighbours=neighbours,
+            first_divergence=first,
+            where=where,
+            neighbours=self._neighbours_text(outcome, others),
+            neighbour=min(others, default=None),
             fault=outcome.fault,
             lost=lost,
             wire_bytes_per_token=outcome.wire_bytes_per_token,
@@ -376,14 +362,12 @@ class Checker:
             if found.first is not None and found.first[0] <= row:
                 break
             if mine != right:
-                sampler = cell.layout(self.model).sampler
                 return Difference(
                     what="token",
                     position=start + row,
                     token_id=mine,
                     unsplit=str(right),
                     cell=str(mine),
-                    where=f"sample on rank {sampler}, from the same logits",
                 )
         if found.first is None:
             return None
@@ -396,17 +380,22 @@ class Checker:
             cell=float(outcome.logits[row, token_id]).hex(),
         )
 
-    def _others(self, cell: Cell, outcome: Outcome) -> str:
-        """The neighbours are held against the cell that first ran them: none of them is alone."""
-        differing, first = 0, ""
-        for index, digest in outcome.others.items():
-            key = (cell.num_tokens, index)
-            known, name = self._neighbours.setdefault(key, (digest, cell.name))
-            if digest != known:
-                differing, first = differing + 1, first or name
+    def _unlike_alone(self, cell: Cell, outcome: Outcome) -> list[int]:
+        """Neighbours whose logits or tokens are not those that they have alone."""
+        known = (
+            (i, got, self._alone.get((cell.num_tokens, i))) for i, got in outcome.others.items()
+        )
+        return [index for index, got, right in known if right is not None and got != right]
+
+    def _neighbours_text(self, outcome: Outcome, differing: list[int]) -> str:
         if not differing:
             return ""
-        return f"{differing} of {len(outcome.others)} neighbours differ from those of {first}"
+        first, count = min(differing), len(outcome.others)
+        length = len(neighbour_prompt(self.model, first))
+        return (
+            f"{len(differing)} of {count} neighbours differ from what each gives alone and "
+            f"unsplit; the first is neighbour {first}, of {length} prompt tokens"
+        )
 
     def _measure(self, part: Cell) -> float:
         whole = self._forced_logits(part.unsplit(), part.axis)

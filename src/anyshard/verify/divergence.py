@@ -25,17 +25,18 @@ from anyshard.launcher import RankGroup
 from anyshard.layout import Layout
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
-from anyshard.verify.cells import DEADLINE_S, Cell, Model, run_cell
-from anyshard.verify.check import max_ulp
+from anyshard.verify.cells import DEADLINE_S, Cell, Model, alone, batch_order, run_cell
 from anyshard.verify.points import Point, Target, points, same_bits
 from anyshard.verify.replay import replay_head, unsplit_layout
+from anyshard.verify.result import max_ulp
 from anyshard.worker import Served
 
-__all__ = ["Divergence", "Run", "cell_divergence", "cell_run", "first_divergence"]
+__all__ = ["Divergence", "Parted", "Run", "cell_divergence", "cell_run", "first_divergence"]
 
 VOCAB_ROWS = 16  # of the head, replayed together; a block of Q8_0
 
 Start = Callable[[Capture], None]
+Answer = tuple[str, tuple[int, ...]]  # digest of the logits, and tokens
 
 
 @dataclass(frozen=True)
@@ -344,19 +345,22 @@ def _located(
     return None if layer is None or layer == target.layer else replace(target, layer=layer)
 
 
-def first_divergence(
-    served: Served, suspect: Run, truth: Run, *, at: Target | None = None
-) -> Divergence | None:
+def first_divergence(served: Served, suspect: Run, truth: Run) -> Divergence | None:
     """The first op, on the first rank, whose bits are not the unsplit run's; None if all agree.
 
-    truth: the same tokens at the same positions on one rank. at: where recorded digests first
-    differ; without it, or where nothing is wrong there, every residual of both runs is compared,
-    which takes positions x layers x hidden x 4 bytes a rank in memory.
+    truth: the same tokens at the same positions on one rank. Every residual of both runs is
+    compared, which takes positions x layers x hidden x 4 bytes a rank in memory.
 
     Held by: test_divergence.py, test_divergence_faults.py.
     """
+    return _followed(served, suspect, truth, _first_target(suspect, truth))
+
+
+def _followed(
+    served: Served, suspect: Run, truth: Run, target: Target | Divergence | None
+) -> Divergence | None:
+    """From where a residual or logit differs to the op that is at fault, which may lie before."""
     set_control_word()  # the replay computes here
-    target: Target | Divergence | None = at or _first_target(suspect, truth)
     kept: Divergence | None = None
     tried: set[Target] = set()
     while isinstance(target, Target) and target not in tried:
@@ -368,8 +372,29 @@ def first_divergence(
             kept = found
             found = Target(position=found.kv_position, layer=int(found.op.split(".")[1]))
         target = found
-    found = target if isinstance(target, Divergence) else kept
-    return first_divergence(served, suspect, truth) if found is None and at is not None else found
+    return target if isinstance(target, Divergence) else kept
+
+
+@dataclass(frozen=True)
+class Parted:
+    """What a cell came to that was run again. found: the first op that differs, if one was named.
+
+    repeats: whether its logits or tokens were again not those of the unsplit run.
+    """
+
+    found: Divergence | None
+    repeats: bool
+
+    def sentence(self) -> str:
+        """For people. Held by: test_parting.py."""
+        if self.found is not None:
+            return self.found.sentence()
+        if not self.repeats:
+            return "it did not repeat"
+        return (
+            "it differs again, but everything that was looked at on its ranks is right: no op can "
+            "be named"
+        )
 
 
 def cell_divergence(
@@ -379,14 +404,33 @@ def cell_divergence(
     cell: Cell,
     *,
     epochs: Iterator[int],
+    neighbour: int | None = None,
+    want_logits: bool = True,
     deadline_s: float = DEADLINE_S,
-) -> Divergence | None:
-    """Where a cell first parts from its unsplit run, both run again as epochs of `group`."""
-    whole, run = (
-        cell_run(group, model, each, epochs=epochs, deadline_s=deadline_s)
-        for each in (cell.unsplit(), cell)
+) -> Parted:
+    """Where a cell first parts from its unsplit run, both run again as epochs of `group`.
+
+    neighbour: not the request but that one of its batch, which is held against itself alone.
+    Without `want_logits` the cell's ranks exchange pairs, and tokens are compared.
+    """
+    reads, whole = (model, cell.unsplit()) if neighbour is None else alone(model, cell, neighbour)
+    given: list[Answer] = []
+    right: list[Answer] = []
+    suspect = cell_run(
+        group,
+        model,
+        cell,
+        epochs=epochs,
+        neighbour=neighbour,
+        want_logits=want_logits,
+        answers=given,
+        deadline_s=deadline_s,
     )
-    return first_divergence(served, run, whole)
+    truth = cell_run(group, reads, whole, epochs=epochs, answers=right, deadline_s=deadline_s)
+    found = first_divergence(served, suspect, truth)
+    compared = slice(0 if want_logits else 1, 2)
+    repeats = {answer[compared] for answer in given} != {answer[compared] for answer in right}
+    return Parted(found, repeats)
 
 
 def cell_run(
@@ -395,14 +439,29 @@ def cell_run(
     cell: Cell,
     *,
     epochs: Iterator[int],
+    neighbour: int | None = None,
+    want_logits: bool = True,
+    answers: list[Answer] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Run:
-    """A cell as a `Run`, each time as the next epoch of `group`."""
-    slots = {"first": 0, "middle": cell.batch // 2 - 1, "last": cell.batch - 1}
-    slot = 0 if cell.batch == 1 else slots[cell.place]
+    """A cell as a `Run`, each time as the next epoch of `group`.
+
+    neighbour: whose rows are looked at, if not the request's own. answers: gets what the one that
+    is looked at came to, each time.
+    """
 
     def start(capture: Capture) -> None:
-        epoch = next(epochs)
-        run_cell(group, model, cell, epoch=epoch, capture=capture, deadline_s=deadline_s)
+        outcome = run_cell(
+            group,
+            model,
+            cell,
+            epoch=next(epochs),
+            want_logits=want_logits,
+            capture=capture,
+            deadline_s=deadline_s,
+        )
+        mine = outcome if neighbour is None else outcome.others[neighbour]
+        if answers is not None:
+            answers.append((mine.digest, mine.tokens))
 
-    return Run(cell.layout(model), slot, start)
+    return Run(cell.layout(model), batch_order(cell).index(neighbour), start)

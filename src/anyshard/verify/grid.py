@@ -30,6 +30,7 @@ __all__ = [
     "parse_layouts",
     "quick",
     "runnable",
+    "telling",
 ]
 
 GridName = Literal["quick", "full"]
@@ -223,6 +224,20 @@ def runnable(
         [cell for cell, reason in reasons if reason is None],
         tuple((cell.name, reason) for cell, reason in reasons if reason is not None),
     )
+
+
+def telling(cells: Iterable[Cell]) -> tuple[list[Cell], tuple[tuple[str, str], ...]]:
+    """Cells of lists without those that only name the body that the unsplit run has anyway."""
+    have = available_bodies()
+    kept, left_out = list[Cell](), list[tuple[str, str]]()
+    for cell in cells:
+        is_twin = cell.kernels == have[0] and replace(cell, kernels="auto") == Cell(axis=cell.axis)
+        if is_twin:
+            reason = f"{cell.kernels} is what auto takes here, so it is the unsplit run itself"
+            left_out.append((cell.name, reason))
+        else:
+            kept.append(cell)
+    return kept, tuple(left_out)
 
 
 def _cannot_run(cell: Cell, have: Sequence[str], *, forked: bool) -> str | None:

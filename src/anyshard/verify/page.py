@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from html import escape
 
-from anyshard.verify.check import CellResult
 from anyshard.verify.report import Report, divergence_text, per_rank_text, summary, witness_text
+from anyshard.verify.result import CellResult
 
 __all__ = ["html"]
 

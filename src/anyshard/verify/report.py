@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anyshard.verify.check import CellResult
+from anyshard.verify.result import CellResult
 
 __all__ = [
     "Column",
@@ -129,16 +129,17 @@ def divergence_text(cell: CellResult) -> str:
         values = f"{found.unsplit} became {found.cell}"
         parts.append(f"position {found.position}, id {found.token_id}: {values}")
     elif found is not None:
-        parts.append(
-            f"position {found.position}: token {found.unsplit} became {found.cell}, "
-            "and all logits up to there are equal"
-        )
-    if found is not None and found.where is not None:
-        parts.append(found.where)
-    if cell.neighbours:
-        parts.append(cell.neighbours)
+        how = {
+            "token": "and all logits up to there are equal",
+            "pair": "where nobody asks for logits, and ranks exchange only the best of each",
+        }[found.what]
+        values = f"token {found.unsplit} became {found.cell}"
+        parts.append(f"position {found.position}: {values}, {how}")
     if cell.fault is not None:
         parts.append(f"it failed: a value left float32 in {cell.fault}")
+    others = [cell.neighbours] if cell.neighbours else []
+    place = [cell.where] if cell.where is not None else []
+    parts += [*others, *place] if cell.only_neighbours_differ else [*place, *others]
     if cell.lost is not None:
         parts.append(f"ranks were lost: {cell.lost.splitlines()[0]}")
     return "; ".join(parts)
