@@ -85,13 +85,7 @@ def main(arguments: Sequence[str]) -> int:
             add(mutant, _checked(row, exhibit))
     _progress("")
     wrong = [row for _, row in scores if not row.as_expected]
-    hidden = [row for _, row in scores if row.verdict == "hidden"]
-    summary = (
-        f"{len({row.bug for _, row in scores})} bugs in {len(scores)} cells: "
-        f"{len(scores) - len(hidden) - len(wrong)} caught and named right, "
-        f"{len(hidden)} hidden by the model as expected, {len(wrong)} not as expected; "
-        f"`verify` sees {sum(row.seen for _, row in scores)}"
-    )
+    summary = _summary([row for _, row in scores], num_wrong=len(wrong))
     if asked.json:
         record = [dataclasses.asdict(row) for _, row in scores]
         print(json.dumps({"summary": summary, "as_expected": not wrong, "rows": record}))
@@ -100,6 +94,16 @@ def main(arguments: Sequence[str]) -> int:
     if asked.write and not wrong:
         _write(summary, scores)
     return 1 if wrong else 0
+
+
+def _summary(rows: Sequence[Score], *, num_wrong: int) -> str:
+    hidden = sum(row.verdict == "hidden" for row in rows)
+    return (
+        f"{len({row.bug for row in rows})} bugs in {len(rows)} cells: "
+        f"{len(rows) - hidden - num_wrong} caught and named right, "
+        f"{hidden} hidden by the model as expected, {num_wrong} not as expected; "
+        f"`verify` sees {sum(row.seen for row in rows)}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
