@@ -42,6 +42,7 @@ __all__ = [
     "exp_into",
     "gumbel_argmax",
     "pack_panels",
+    "read_streams",
     "shm_abort",
     "shm_publish",
     "sources_sha256",
@@ -316,6 +317,12 @@ def pack_panels(
     Into float32 panels, widened as the `gguf` package does; or as they are, F16 into float16,
     BF16 into uint16, Q8_0 into blocks. Row n of the panels is raw row row_map[n]; lanes past
     num_rows are +0.
+    """
+
+def read_streams(pool: Pool, words: U64, streams: int) -> int:
+    """The exclusive or of all words, read by each thread in `streams` (1 to 16) panels at a time.
+
+    Its time is what memory gives to such reading; its result shows that all was read.
     """
 
 @final

@@ -16,6 +16,7 @@ using namespace nb::literals;
 
 void bind_shm(nb::module_& m);     // shm.cpp
 void bind_digest(nb::module_& m);  // digest_bindings.cpp
+void bind_probe(nb::module_& m);   // probe.cpp
 
 namespace anyshard {
 namespace {
@@ -226,4 +227,5 @@ NB_MODULE(_native, m) {
   anyshard::bind_functions(m);
   bind_shm(m);
   bind_digest(m);
+  bind_probe(m);
 }
