@@ -1,4 +1,4 @@
-"""Run the commands of README.md and two pages of docs and put what they print below them.
+"""Run the commands of README.md and three pages of docs and put what they print below them.
 
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "verify.md", ROOT / "docs" / "compare.md")
+PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("verify", "compare", "bench")))
 ACCURACY = ("<!-- accuracy: scripts/readme.py --accuracy -->", "<!-- /accuracy -->")
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,

@@ -34,14 +34,14 @@ TIERS = {
     "answer": 3,
     "fidelity": 4, "plan": 4,
     "capture": 5, "binder": 5, "worker": 5, "engine": 5, "accuracy": 5,
-    "verify": 6,
+    "verify": 6, "bench": 6,
     "serve": 7, "cli": 7, "__main__": 7,
 }  # fmt: skip
 
 # Who may import the compiled module. Everybody else goes through these.
 NATIVE_IMPORTERS = ("ops/", "quant.py", "comm/shm.py", "comm/signals.py", "fidelity.py")
 
-TORCH_IMPORTERS = ("comm/torch.py", "accuracy/hf.py")
+TORCH_IMPORTERS = ("comm/torch.py", "accuracy/hf.py", "bench/torch_block.py")
 
 # HF is a peer to be measured beside, in one module that nothing imports unasked.
 TRANSFORMERS_IMPORTERS = ("accuracy/hf.py",)

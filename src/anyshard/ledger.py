@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from anyshard.model import FLOAT_BYTES, Program
 
-__all__ = ["StepShape", "WireCost", "step_flop", "step_weight_bytes", "wire_cost"]
+__all__ = [
+    "StepShape",
+    "WireCost",
+    "step_flop",
+    "step_kv_bytes",
+    "step_weight_bytes",
+    "wire_cost",
+]
 
 PAIR_FLOATS = 2  # (value, id) of a rank's best token
 
@@ -82,3 +89,8 @@ def step_flop(program: Program, *, rows: int, sampled: int, keys: int) -> int:
 def step_weight_bytes(program: Program) -> int:
     """Weight bytes that a step with any rows reads once (embedding rows left out)."""
     return sum(op.weight_bytes for op in program.ops if op.kind != "embed")
+
+
+def step_kv_bytes(program: Program, *, keys: int) -> int:
+    """KV bytes that attention reads in a step; `keys` = keys seen, summed over its rows."""
+    return FLOAT_BYTES * keys * sum(op.kv_floats_per_key for op in program.ops)

@@ -19,6 +19,8 @@ from cyclopts import App
 from cyclopts.exceptions import CycloptsError
 
 from anyshard import __version__
+from anyshard.cli.bench import bench
+from anyshard.cli.bench_blocks import blocks
 from anyshard.cli.chat import chat
 from anyshard.cli.compare import compare
 from anyshard.cli.doctor import doctor
@@ -36,10 +38,11 @@ app = App(
     version=__version__,
     suppress_keyboard_interrupt=False,
 )
-VERBS = (generate, chat, verify, compare, doctor)
+VERBS = (generate, chat, verify, bench, compare, doctor)
 VERDICTS = (["verify"], ["compare"])  # a script takes their 0 for an answer
 for verb in VERBS:
     app.command(verb)
+app["bench"].command(blocks)
 app.config = (partial(check_variables, app), FlagVariables(PREFIX, command=False))
 
 

@@ -9,7 +9,7 @@ import codecs
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
 
-__all__ = ["PromptFlags", "SamplingFlags", "SplitFlags"]
+__all__ = ["BenchFlags", "PromptFlags", "SamplingFlags", "SplitFlags", "in_range", "whole_numbers"]
 
 
 MAX_PROMPTS_BYTES = 1 << 26
@@ -98,6 +98,40 @@ class SplitFlags:
     def layer_counts(self) -> tuple[int, ...] | None:
         """--layers as numbers."""
         return _counts(self.layers, "--layers")
+
+
+_CUTS = ("tensor_parallel_size", "pipeline_parallel_size", "heads", "layers")
+#: Without a variable: ANYSHARD_THREADS is one number, ANYSHARD_LAYOUTS is `verify`'s.
+Layouts = Annotated[str | None, Parameter(show_env_var=False)]
+Threads = Annotated[str | None, Parameter(name=["--threads", "-t"], show_env_var=False)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags(SplitFlags):
+    """The split, and lists of splits and threads that are crossed."""
+
+    layouts: Layouts = None
+    "Splits: tp1,tp2,pp2,tp2pp2, or cuts of your own: heads7+2,layers22+8."
+    threads: Threads = None  # type: ignore[assignment]
+    "Threads per rank, such as 1,2; by default cores divided by ranks, at least 1."
+
+    def __post_init__(self) -> None:
+        self.split()
+
+    def split(self) -> SplitFlags:
+        """All but the lists, checked. Raises: OptionError naming the flag."""
+        mine = {each.name: getattr(self, each.name) for each in fields(SplitFlags)}
+        given = [name for name in _CUTS if mine[name] is not None]
+        if self.layouts is not None and given:
+            flag = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
+            name = flag.get(given[0], f"--{given[0]}")
+            raise OptionError(f"--layouts says which splits are run, and so does {name}; drop one")
+        return SplitFlags(**mine | {"threads": None})
+
+    def thread_counts(self) -> tuple[int | None, ...]:
+        """As numbers; None is what the cores give. Raises: OptionError."""
+        return (None,) if self.threads is None else whole_numbers("threads", self.threads, 1, 256)
 
 
 @Parameter(name="*")
@@ -182,6 +216,21 @@ def in_range(name: str, value: float | None, least: float, most: float) -> None:
     """Raises: OptionError with the value and what is possible, unless None or in range."""
     if value is not None and not least <= value <= most:
         raise OptionError(f"--{name} is {value}; it can be {least} to {most}")
+
+
+def whole_numbers(
+    name: str, text: str, least: int, most: int, *, more: str = ""
+) -> tuple[int, ...]:
+    """`1,17` as numbers in that range; `more`: what else it can be. Raises: OptionError."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(
+            f"--{name} is {text[:40]!r}; whole numbers such as 1,17 are needed{more}"
+        ) from None
+    for number in numbers:
+        in_range(name, number, least, most)
+    return numbers
 
 
 def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:

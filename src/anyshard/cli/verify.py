@@ -20,7 +20,7 @@ from cyclopts import Parameter
 
 from anyshard import __version__
 from anyshard.cli.correctness import Against, tell_accuracy
-from anyshard.cli.flags import SplitFlags, in_range
+from anyshard.cli.flags import SplitFlags, in_range, whole_numbers
 from anyshard.cli.inputs import spare_model
 from anyshard.cli.parting import Parting, admit_cells
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
@@ -89,27 +89,16 @@ class GridFlags:
             splits += (Split(heads=own.head_counts, layers=own.layer_counts),)
         return Lists(
             splits=splits or (Split(),),
-            batches=_numbers("batch", self.batch or "1", 1, 1024),
+            batches=whole_numbers("batch", self.batch or "1", 1, 1024),
             chunks=tuple(
-                None if part.strip() == "all" else _numbers("chunk", part, 1, 1 << 16)[0]
+                None
+                if part.strip() == "all"
+                else whole_numbers("chunk", part, 1, 1 << 16, more=", or all")[0]
                 for part in (self.chunk or "all").split(",")
             ),
-            threads=_numbers("threads", self.threads or "1", 1, 256),
+            threads=whole_numbers("threads", self.threads or "1", 1, 256),
             kernels=_bodies(self.kernels or "auto"),
         )
-
-
-def _numbers(name: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        more = ", or all" if name == "chunk" else ""
-        raise OptionError(
-            f"--{name} is {text[:40]!r}; whole numbers such as 1,17 are needed{more}"
-        ) from None
-    for number in numbers:
-        in_range(name, number, least, most)
-    return numbers
 
 
 def _bodies(text: str) -> tuple[KernelChoice, ...]:
