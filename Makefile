@@ -15,7 +15,7 @@ CPP := $(filter %.cpp %.hpp %.h,$(SOURCES) $(wildcard tests/standalone/*))
 
 NATIVE := $(BIN)/python scripts/native.py
 
-.PHONY: help demo setup check test test-all golden golden-aarch64 mutants sanitize pure readme bench format clean distclean
+.PHONY: help demo setup check test test-all golden golden-aarch64 mutants sanitize pure readme bench peers peers-build format clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -59,6 +59,12 @@ readme: setup ## README and docs show what their commands print
 bench: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.installed ## speed, interleaved with HF transformers
 	@$(BIN)/python benchmarks/hf.py $(BENCH_FLAGS)
 
+peers: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.tools ## speed, interleaved with llama.cpp (built once, 10 to 30 minutes) and HF
+	@$(BIN)/python benchmarks/peers.py --environment $(BENCH_VENV) $(PEERS_FLAGS)
+
+peers-build: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.tools ## start the build of llama.cpp in the background
+	@$(BIN)/python benchmarks/llama.py --environment $(BENCH_VENV) --background
+
 format: setup ## rewrite the sources in the checked format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -101,4 +107,8 @@ $(BENCH_VENV)/.installed: constraints.txt
 	@echo "creating $(BENCH_VENV), where the peers are measured"
 	@$(PYTHON) -m venv $(BENCH_VENV)
 	@$(BENCH_VENV)/bin/$(INSTALL) torch transformers numpy
+	@touch $@
+
+$(BENCH_VENV)/.tools: $(BENCH_VENV)/.installed
+	@$(BENCH_VENV)/bin/$(INSTALL) scikit-build-core cmake ninja
 	@touch $@

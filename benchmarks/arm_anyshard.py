@@ -1,8 +1,9 @@
 """anyshard as an arm of the benchmark: the engine of the command line, kept warm.
 
-    python arm_anyshard.py TP THREADS [MODEL] [--record]
+    python arm_anyshard.py TP THREADS [MODEL] [--record] [--quantization none|int8|auto]
 
-Ranks are forked processes, as in production; with --record, every run is recorded.
+Ranks are forked processes, as in production; with --record, every run is recorded. Without
+--quantization the arithmetic is f32, whatever the model is stored as.
 
 Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens", "first_s",
 "rest_s", "logits_sha256"}: greedy, batch of one, logits handed to the front and hashed as
@@ -11,6 +12,7 @@ Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -20,7 +22,9 @@ from typing import Any
 
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # before NumPy: we fork
 
-from anyshard.checkpoint import open_checkpoint
+import anyshard.engine
+from anyshard.checkpoint import Checkpoint, open_checkpoint
+from anyshard.config import Profile
 from anyshard.engine import Engine, EngineOptions, f32_profile, loader
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
@@ -51,27 +55,45 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s, "logits_sha256": sha256}
 
 
+def arithmetic(checkpoint: Checkpoint, quantization: str) -> tuple[Profile, dict[str, Any]]:
+    """The profile, and what the loader is told of it."""
+    if quantization == "none":
+        return f32_profile(), {}
+    if not hasattr(anyshard.engine, "profile_of"):
+        sys.exit(
+            f"this anyshard has one arithmetic, f32; --quantization {quantization} is not in it"
+        )
+    chosen = checkpoint.arithmetic(quantization)
+    return anyshard.engine.profile_of(chosen), {"arithmetic": chosen}
+
+
 def main() -> None:
-    arguments = [each for each in sys.argv[1:] if each != "--record"]
-    tp, threads = int(arguments[0]), int(arguments[1])
-    checkpoint = open_checkpoint(arguments[2] if len(arguments) > 2 else None)
-    group = fork_launcher(loader(checkpoint, threads=os.cpu_count() or 1), rank_main)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tp", type=int)
+    parser.add_argument("threads", type=int)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--quantization", choices=("none", "int8", "auto"), default="none")
+    asked = parser.parse_args()
+    checkpoint = open_checkpoint(asked.model)
+    profile, told = arithmetic(checkpoint, asked.quantization)
+    group = fork_launcher(loader(checkpoint, threads=os.cpu_count() or 1, **told), rank_main)
     try:
-        config, profile = checkpoint.config, f32_profile()
-        layout = plan(config, tp=tp, leaf=profile.leaf)
+        config = checkpoint.config
+        layout = plan(config, tp=asked.tp, leaf=profile.leaf)
         group.wait_loaded()
         options = EngineOptions(
-            threads=threads,
+            threads=asked.threads,
             max_num_seqs=1,
             max_model_len=CONTEXT,
-            record="--record" in sys.argv,
+            record=asked.record,
         )
         cores = len(os.sched_getaffinity(0))
         engine = Engine(group, config, profile, layout, options, cores=cores)
         print(json.dumps({"ready": {"body": engine.body}}), flush=True)
         for line in sys.stdin:
-            asked = json.loads(line)
-            answer = run(engine, asked["prompt"], asked["num_tokens"])
+            command = json.loads(line)
+            answer = run(engine, command["prompt"], command["num_tokens"])
             print(json.dumps(answer), flush=True)
         engine.close()
     finally:

@@ -211,15 +211,20 @@ def first_byte_s(*flags: str) -> float:
     return seconds
 
 
-def machine(arms: list[Arm], load: float) -> dict[str, Any]:
-    """Where this ran; `load` is the load average before it began."""
+def cpu() -> str:
+    """Its name, or its architecture where the kernel has none."""
     models = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
+    return models[0].split(":")[1].strip() if models else platform.machine()
+
+
+def machine(arms: list[Arm], load: float) -> dict[str, Any]:
+    """Where this ran; `load` is the load average before it began."""
     versions = {key: value for arm in arms for key, value in arm.ready.items()}
     return {
         "date": date.today().isoformat(),
-        "cpu": models[0].split(":")[1].strip() if models else platform.machine(),
+        "cpu": cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
