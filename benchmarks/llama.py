@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +44,11 @@ FLAGS: Final = (
     "-DLLAMA_BUILD_APP=OFF",
     "-DLLAMA_BUILD_UI=OFF",
 )
-# what the speed of one request needs comes first; the others are for other benchmarks
-TARGETS: Final = (
-    ("llama-bench", "llama-quantize"),
-    ("llama-batched-bench", "llama-server", "rpc-server"),
-)
+# by what they are for: peers.py, and benchmarks of batches, servers and several hosts
+TARGETS: Final = {
+    "speed": ("llama-bench", "llama-quantize"),
+    "serving": ("llama-batched-bench", "llama-server", "ggml-rpc-server"),
+}
 NICE: Final = ("nice", "-n", "15")
 SHOWN_LINES: Final = 20  # of the log of a build that failed
 
@@ -86,15 +86,16 @@ class Llama:
         return records[0]
 
 
-def build(environment: Path) -> Llama:
-    """llama.cpp of VERSION for this CPU, built if it is not there."""
+def build(environment: Path, purposes: Iterable[str]) -> Llama:
+    """llama.cpp of VERSION for this CPU, with the TARGETS of `purposes` built if not there."""
     if not (environment / ".tools").exists():
         sys.exit(f"{environment} is not there or not finished; `make peers` makes it")
     folder = environment / "llama.cpp"
     folder.mkdir(exist_ok=True)
     with alone(folder):
         commit = fetch(environment, folder)
-        compile_targets(environment, folder, wanted=key(commit))
+        for purpose in purposes:
+            compile_targets(environment, folder, purpose, wanted=key(commit))
     return Llama(folder / "build" / "bin", commit)
 
 
@@ -176,22 +177,22 @@ def unpack(archive: tarfile.TarFile, source: Path) -> str:
     return commit
 
 
-def compile_targets(environment: Path, folder: Path, *, wanted: str) -> None:
-    """Every target, unless the stamp says that it is there."""
+def compile_targets(environment: Path, folder: Path, purpose: str, *, wanted: str) -> None:
+    """The targets of a purpose, unless their stamp says that they are there."""
     tree, log = folder / "build", folder / "build.log"
-    begun, done = tree / "begun.json", tree / "done.json"
+    begun, done = tree / "begun.json", tree / f"{purpose}.json"
     if done.exists() and done.read_text() == wanted:
         return
     if not (begun.exists() and begun.read_text() == wanted):
         remove(tree)
         tree.mkdir()
         begun.write_text(wanted)
-    say(f"building llama.cpp, some 10 to 30 minutes on two cores; the log is {log}")
+    say(f"building {', '.join(TARGETS[purpose])}: minutes; the log is {log}")
     tools = environment.resolve() / "bin"
     cmake, ninja = str(tools / "cmake"), f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
     steps = [[cmake, "-S", str(folder / "source"), "-B", str(tree), "-G", "Ninja", ninja, *FLAGS]]
     cores = str(len(os.sched_getaffinity(0)))
-    steps += [[cmake, "--build", str(tree), "-j", cores, "--target", *each] for each in TARGETS]
+    steps += [[cmake, "--build", str(tree), "-j", cores, "--target", *TARGETS[purpose]]]
     # its version would otherwise be that of the repository around it
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve())}
     with log.open("w") as file:
@@ -228,7 +229,7 @@ def main() -> None:
             subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         say(f"building; what it says is in {log}")
         return
-    llama = build(environment)
+    llama = build(environment, TARGETS)
     for kind, path in model_files(llama, environment).items():
         print(f"{kind:5} {path.stat().st_size / 1e6:6.1f} MB")
     print(f"llama.cpp {llama.commit[:7]} for {platform.machine()} is there")

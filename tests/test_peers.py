@@ -100,11 +100,13 @@ def environment(tmp_path: Path) -> Path:
 
 
 def test_a_finished_build_is_not_made_again(llama: ModuleType, environment: Path) -> None:
-    llama.compile_targets(environment, environment, wanted="this CPU")
+    llama.compile_targets(environment, environment, "speed", wanted="this CPU")
     calls = (environment / "calls").read_text()
-    assert len(calls.splitlines()) == 1 + len(llama.TARGETS)
-    llama.compile_targets(environment, environment, wanted="this CPU")
+    assert len(calls.splitlines()) == 2  # configure, build
+    llama.compile_targets(environment, environment, "speed", wanted="this CPU")
     assert (environment / "calls").read_text() == calls
+    llama.compile_targets(environment, environment, "serving", wanted="this CPU")
+    assert len((environment / "calls").read_text().splitlines()) == 4
 
 
 def test_a_build_that_broke_off_goes_on_and_another_cpu_begins_anew(
@@ -112,13 +114,13 @@ def test_a_build_that_broke_off_goes_on_and_another_cpu_begins_anew(
 ) -> None:
     (environment / "broken").touch()
     with pytest.raises(SystemExit, match="the build ended with 1"):
-        llama.compile_targets(environment, environment, wanted="this CPU")
+        llama.compile_targets(environment, environment, "speed", wanted="this CPU")
     compiled = environment / "build" / "some.o"
     compiled.touch()
     (environment / "broken").unlink()
-    llama.compile_targets(environment, environment, wanted="this CPU")
+    llama.compile_targets(environment, environment, "speed", wanted="this CPU")
     assert compiled.exists()
-    llama.compile_targets(environment, environment, wanted="another CPU")
+    llama.compile_targets(environment, environment, "speed", wanted="another CPU")
     assert not compiled.exists()
 
 
