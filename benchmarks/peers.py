@@ -116,7 +116,7 @@ SETTINGS: Final = (
     "type_k",
     "type_v",
     "flash_attn",
-    "use_mmap",
+    "load_mode",
 )
 
 
