@@ -12,29 +12,43 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("verify", "compare", "bench")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("verify", "compare", "bench", "doctor")),
+)
 ACCURACY = ("<!-- accuracy: scripts/readme.py --accuracy -->", "<!-- /accuracy -->")
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,
-# kernel body, threads, the note on cores; version, date and CPU of a record
+# kernel body, threads, the note on cores; version, date and CPU of a record; what doctor says of
+# the machine, and what is missing there
 MEASURED = re.compile(
     r" +\d+\.\d  +\d+\.\d\d$|\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+"
     r"|\b(avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n"
-    r"|anyshard [\d.]+ · .*$",
+    r"|anyshard [\d.]+ · .*$"
+    r"|^(machine|kernels|memory|installed|demo model|model|cache) {2,}\S.*$"
+    r"|\d+(\.\d+)? [kG]B|\s+what is missing, and what to type:(?s:.*)",
     re.MULTILINE,
 )
+INSTALLED = re.compile(r"/\S*/site-packages/")
 
 
 def outputs(block: str) -> str:
     """The block with every command's output as it is now."""
+    with tempfile.TemporaryDirectory() as home:  # the cache of the user stays as it is
+        return "\n".join(_lines(block, Path(home))) + "\n"
+
+
+def _lines(block: str, home: Path) -> list[str]:
     lines: list[str] = []
     for command in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "ANYSHARD_CACHE": "false",  # the user's stays as it is
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / ".cache"),
         }
         done = subprocess.run(
             ["bash", "-c", command],
@@ -45,8 +59,9 @@ def outputs(block: str) -> str:
             env=environment,
             timeout=600,
         )
-        lines += [f"$ {command}", *done.stdout.rstrip().splitlines()]
-    return "\n".join(lines) + "\n"
+        shown = INSTALLED.sub("…/", done.stdout)
+        lines += [f"$ {command}", *shown.rstrip().splitlines()]
+    return lines
 
 
 def masked(text: str) -> str:

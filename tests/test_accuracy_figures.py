@@ -131,6 +131,15 @@ def test_a_text_that_ends_has_no_perplexity() -> None:
     assert figures.perplexity is figures.true_perplexity is figures.perplexity_difference is None
 
 
+def test_perplexity_is_that_of_the_engine() -> None:
+    mine = TRUE.copy()
+    mine[0, 1] += 1.0  # the id that the text goes on with
+    figures = summary(mine)
+    log_q = log_softmax(mine)
+    assert figures.perplexity == np.exp(-(log_q[0, 1] + log_q[1, 2]) / 2)
+    assert figures.perplexity_difference is not None and figures.perplexity_difference < 0
+
+
 def test_parts_joined_are_the_whole_and_an_engine_may_begin_later() -> None:
     mine = TRUE + np.random.default_rng(1).normal(0, 0.1, TRUE.shape)
     true = TrueRows(TRUE, (1, 2, -1))
@@ -232,6 +241,12 @@ def test_the_rule_is_twice_the_error_of_hf() -> None:
     assert "NOT as accurate" in report(2.1, 1.0).verdict
     assert "2.10 at 3" in report(2.1, 1.0).verdict
     assert "--against hf" in report(1.0, None).verdict
+
+
+def test_every_length_must_pass() -> None:
+    good, bad = report(1.0, 1.0), report(2.1, 1.0)
+    for lengths in ((*good.lengths, *bad.lengths), (*bad.lengths, *good.lengths)):
+        assert msgspec.structs.replace(good, lengths=lengths).passed is False
 
 
 def test_json_holds_the_whole_report_and_the_verdict() -> None:

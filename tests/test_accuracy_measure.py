@@ -5,11 +5,13 @@ Faults are planted in the engine's side only: weights, configuration, or what a 
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,9 +28,10 @@ from models import (
 )
 
 from anyshard.accuracy import measure
+from anyshard.accuracy.figures import log_softmax
 from anyshard.accuracy.forced import CHUNK, forced_logits, query_factor
 from anyshard.accuracy.local import POINTS, OpMeter
-from anyshard.accuracy.measure import LENGTHS, needed_bytes, shipped_text
+from anyshard.accuracy.measure import LENGTHS, _Found, needed_bytes, shipped_text
 from anyshard.accuracy.table import as_markdown, as_text
 from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
@@ -303,7 +306,9 @@ def test_a_missing_extra_is_named_with_what_to_type(
     monkeypatch.delitem(sys.modules, "anyshard.accuracy.hf", raising=False)
     monkeypatch.delattr("anyshard.accuracy.hf", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"transformers is not installed; pip install 'anyshard"):
+    with pytest.raises(
+        UserError, match=r"transformers is not installed; pip install -e '\.\[verify"
+    ):
         measure(directory, against="hf", tokens=TOKENS)
 
 
@@ -314,6 +319,26 @@ def test_without_hf_neither_torch_nor_transformers_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_positions_and_the_tokens_after_them_are_those_of_the_text() -> None:
+    """Two pieces of 4, of which the last 3 positions count; HF gives what we give."""
+    rng = np.random.default_rng(0)
+    true = rng.normal(0, 2, (8, 11))
+    mine = (true + rng.normal(0, 0.1, true.shape)).astype(np.float32)
+    tokens = [int(token) for token in rng.integers(0, 11, 9)]
+    spans = {8: (5, 8), 6: (0, 6)}
+    found = _Found(spans, 11)
+    same: Any = SimpleNamespace(head=lambda x: x)
+    peer = SimpleNamespace(logits=lambda first, end: mine[first:end])
+    for start in (0, 4):
+        found.piece(same, true, tokens, start, mine[start : start + 4], {8: peer, 6: peer})
+    log_q = log_softmax(mine.astype(np.float64))
+    for figures, (low, high) in zip(found.figures(), spans.values(), strict=True):
+        assert figures.hf == figures.ours
+        nats = [-log_q[place, tokens[place + 1]] for place in range(low, high)]
+        assert figures.ours.perplexity is not None
+        assert math.isclose(figures.ours.perplexity, math.exp(sum(nats) / len(nats)))
 
 
 def test_the_shipped_text_is_long_enough_and_of_many_kinds() -> None:

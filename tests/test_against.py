@@ -8,8 +8,10 @@ from typing import get_args
 
 import pytest
 from models import MODELS, write_hf_model
+from test_accuracy_figures import report
 from test_checkpoint_gguf import needs_demo
 
+from anyshard import accuracy
 from anyshard.accuracy.measure import Against as measured
 from anyshard.cli import main
 from anyshard.cli.correctness import Against as offered
@@ -35,6 +37,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--in-process",), "--in-process"),
         (("--prompt-tokens", "9"), "--prompt-tokens"),
         (("--tokens", "9"), "--tokens"),
+        (("--deadline", "30"), "--deadline"),
         (("--layouts", "tp2"), "a grid"),
         (("--grid", "full"), "a grid"),
     ],
@@ -45,6 +48,20 @@ def test_flags_of_the_grid_have_no_place(
     assert f"runs no cells, so {word} has no place" in refused(
         capfd, "--against", "float64", *flags
     )
+
+
+@pytest.mark.parametrize(("ours", "hf", "code"), [(2.1, 1.0, 4), (2.0, 1.0, 0), (9.0, None, 0)])
+def test_the_verdict_is_the_exit_code(
+    ours: float,
+    hf: float | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(accuracy, "measure", lambda *_, **__: report(ours, hf))
+    for more in ((), ("--json",)):
+        assert main(["verify", "--against", "float64" if hf is None else "hf", *more]) == code
+        assert capfd.readouterr().out
 
 
 def test_a_model_that_reads_no_text_is_refused(

@@ -5,6 +5,7 @@ Ranks are planted bugs among the tiny models; the command line is test_verify.py
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -26,9 +27,9 @@ from anyshard.verify import cells, check, naive
 from anyshard.verify.cells import Cell, Outcome, Place, first_tokens, run_cell
 from anyshard.verify.check import Checker, RequestShape
 from anyshard.verify.driver import open_group
-from anyshard.verify.grid import Lists, cells_of, full
+from anyshard.verify.grid import Lists, cells_of, full, parse_layouts
 from anyshard.verify.naive import rank_of_any_order
-from anyshard.verify.report import divergence_text
+from anyshard.verify.report import columns, divergence_text
 from anyshard.verify.result import unlike
 from anyshard.worker import Worker
 
@@ -346,6 +347,56 @@ def test_rows_of_neighbours_are_not_kept(checker: Checker) -> None:
     assert len(set(kept)) == 1, "only the rows that are compared"
 
 
+def test_a_cell_that_gave_fewer_rows_differs(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered(monkeypatch, lambda outcome: replace(outcome, logits=outcome.logits[:-1]))
+    found = checker.check(Cell(axis="tp", tp=2))
+    assert found.verdict == "differs" and found.max_ulp is None
+    assert found.elements_differing == found.positions * found.vocab
+
+
+def test_the_digest_is_of_every_row_that_is_compared(checker: Checker) -> None:
+    whole = checker.unsplit(checker.asked(Cell(axis="base")))
+    assert len(whole.logits) == 29 + 4
+    assert whole.digest == hashlib.sha256(whole.logits.astype("<f4").tobytes()).hexdigest()
+
+
+def test_the_ratio_is_the_speed_of_the_cell_over_the_unsplit_run(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(group: Any, model: Any, cell: Cell, **rest: Any) -> Outcome:
+        outcome = run_cell(group, model, cell, **rest)
+        speeds = {"decode_tokens_per_s": 30.0 if cell.tp == 2 else 10.0}
+        return replace(outcome, prefill_tokens_per_s=7.0 * cell.tp, **speeds)
+
+    monkeypatch.setattr(check, "run_cell", run)
+    assert checker.baseline().speed_ratio == 1.0
+    assert checker.check(Cell(axis="tp", tp=2)).speed_ratio == 3.0
+
+
+def test_a_row_shows_the_numbers_of_its_cell(checker: Checker) -> None:
+    row, table = checker.baseline(), columns(["tp2"], width=1 << 16)
+
+    def shown(**changes: Any) -> dict[str, str]:
+        cell = replace(row, cell="tp2", **changes)
+        return {column.name: column.text(cell) for column in table}
+
+    for count, text in ((1, "1"), (999_999, "999,999"), (1_234_567, "1.2e+06"), (None, "-")):
+        assert shown(elements_differing=count)["differ"] == text
+        assert shown(max_ulp=count)["ulp"] == text
+    assert shown(decode_tokens_per_s=12.5)["tok/s"] == "12.5"
+    assert shown(speed_ratio=1.25)["ratio"] == "1.25"
+
+
+def test_a_layout_of_which_one_rank_holds_everything_has_nothing_to_show(checker: Checker) -> None:
+    found = [
+        checker.check(cell) for cell in cells_of(Lists(splits=parse_layouts("heads0+9,heads1+8")))
+    ]
+    assert [cell.verdict for cell in found] == ["vacuous", "equal"]
+    assert found[0].witness == {"tp": 0.0} and found[1].witness["tp"] > 0.5
+
+
 def test_unlike_counts_in_little_memory() -> None:
     a = np.random.default_rng(3).standard_normal((64, 20_000), np.float32)
     b = np.nextafter(a, np.float32(9), dtype=np.float32)
@@ -366,3 +417,12 @@ def test_unlike_finds_what_is_there() -> None:
     b[1, 2], b[2, 0] = -0.0, np.nextafter(np.float32(0), np.float32(1))
     found = unlike(a, b)
     assert (found.count, found.first, found.ulp) == (2, (1, 2), 1)
+
+
+def test_the_ulp_is_the_largest_of_all_rows() -> None:
+    a = np.zeros((3, 4), np.float32)
+    b = a.copy()
+    b.view(np.uint32)[1, 2], b.view(np.uint32)[2, 0] = 5, 1
+    assert (unlike(a, b).ulp, unlike(a, b).first) == (5, (1, 2))
+    with pytest.raises(ValueError, match="shorter"):
+        unlike(a, b[:2])

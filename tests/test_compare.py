@@ -27,8 +27,9 @@ from anyshard.cli import main
 from anyshard.cli.recording import Recorder, record_paths
 from anyshard.engine import Engine, Event
 from anyshard.errors import OptionError, PeerLost
-from anyshard.fidelity import Disagreement, read_record, write_record
+from anyshard.fidelity import Disagreement, compare_records, read_record, write_record
 from anyshard.replicas import ReplicaPoint
+from anyshard.request import Sampling
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -97,6 +98,63 @@ def test_several_prompts_have_a_file_each(model: Path, tmp_path: Path) -> None:
     assert (code, out) == (2, "") and "other prompt tokens" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_record_is_written_whatever_becomes_of_stdout(
+    is_full: bool, as_json: bool, model: Path, tmp_path: Path
+) -> None:
+    """It is full, or its reader has left."""
+    target = tmp_path / "run.anyd"
+    command = [sys.executable, "-m", "anyshard.cli", "generate", str(model), "-n", "6"]
+    command += [
+        "--ignore-eos",
+        "--prompt",
+        "abc",
+        "--record",
+        str(target),
+        *(["--json"] if as_json else []),
+    ]
+    reader, pipe = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = subprocess.run(
+            command,
+            stdout=full if is_full else pipe,
+            stderr=subprocess.PIPE,
+            timeout=100,
+            check=False,
+        )
+    finally:
+        os.close(full)
+        os.close(pipe)
+    assert done.returncode == (1 if is_full else 0), done.stderr
+    named = b"anyshard: stdout cannot be written: No space left on device\n"
+    assert done.stderr.endswith(named) == is_full
+    assert read_record(target).manifest.emitted_tokens == 6
+
+
+def test_a_record_does_not_go_where_stdout_goes(model: Path, tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    command = [sys.executable, "-m", "anyshard.cli", "generate", str(model), "--prompt", "abc"]
+    for target in ("/dev/stdout", str(shown)):
+        with shown.open("wb") as file:
+            done = subprocess.run(
+                [*command, "--json", "--record", target],
+                stdout=file,
+                stderr=subprocess.PIPE,
+                timeout=100,
+                check=False,
+            )
+        said = f"anyshard: --record {target} is where stdout goes; name another\n"
+        assert (done.returncode, done.stderr, shown.read_bytes()) == (2, said.encode(), b"")
+
+
+def test_a_name_of_a_record_that_is_empty_is_said_to_be() -> None:
+    code, out, err = run("compare", "", "")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "a name of a record is empty" in err
+
+
 def test_a_stop_text_ends_the_record_too(model: Path, tmp_path: Path) -> None:
     whole, short = tmp_path / "whole.anyd", tmp_path / "short.anyd"
     _, out, _ = generate(model, "--prompt", "abc", "--record", str(whole), "--json")
@@ -130,6 +188,21 @@ def test_a_difference_is_named_and_exits_4(tmp_path: Path) -> None:
     assert (found["digests"], found["digests_differing"]) == (62, 5)
     assert [each["path"] for each in found["runs"]] == [b, a]
     assert found["runs"][0]["weights_sha256"] == "a" * 64
+
+
+def test_a_greedy_run_and_a_drawn_one_are_not_compared() -> None:
+    greedy, drawn = small_record(), small_record(sampling=Sampling(temperature=0.8, seed=1))
+    assert compare_records(greedy, drawn).incomparable
+    assert compare_records(drawn, greedy).incomparable
+    assert compare_records(greedy, small_record(sampling=Sampling(seed=9))).equal, "no effect"
+
+
+def test_logits_that_differ_are_counted_among_the_digests() -> None:
+    record = small_record()
+    logits = record.digests.logits + np.array([0, 1], np.uint64)
+    other = replace(record, digests=replace(record.digests, logits=logits))
+    found = compare_records(record, other)
+    assert (found.digests_differing, found.tokens_differing) == (1, 0)
 
 
 def test_a_difference_in_the_answer_is_counted_from_its_first_token(tmp_path: Path) -> None:
@@ -194,7 +267,9 @@ def test_what_is_no_regular_file_is_no_place_for_a_record(
     target = str(tmp_path / "run.anyd")
     code, out, err = run("generate", str(model), *prompts, "--record", target)
     assert (code, out) == (2, "")
-    assert err == f"anyshard: --record {pipe}: what is there is no regular file; name a file\n"
+    assert (
+        err == f"anyshard: --record {pipe}: what is there is no regular file; name another file\n"
+    )
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from golden.make import packed
 from models import ADVERSARIAL_9_3, ADVERSARIAL_14_2, MODELS
 from native_cases import BODIES, F32, floats, ints, native, needs_native, pool
 
+from anyshard.checkpoint.image import WeightImage
 from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
+from anyshard.fidelity import weights_sha256
 from anyshard.layout import plan
 from anyshard.model import LAYER_POINTS, Program, program
 from anyshard.ops import reference
@@ -167,6 +170,16 @@ def test_native_rows_of_weights_equal_the_reference_in_every_storage(body: str) 
 
 
 @needs_native
+@pytest.mark.parametrize("body", BODIES)
+def test_every_count_of_outputs_is_hashed_to_the_last(body: str) -> None:
+    wide, keys = floats(np.random.default_rng(7), 73, 16), digest_keys(24)
+    for outputs in range(1, 74):
+        out = np.full(outputs, 9, np.uint64)
+        native.digest_panels(pool(body), pack_lanes(wide[:outputs]), keys, 16, out)
+        assert np.array_equal(out, digest_of(wide[:outputs]))
+
+
+@needs_native
 def test_a_wrong_argument_is_refused_before_anything_is_read() -> None:
     keys, out = digest_keys(64), np.zeros((4, 3), np.uint64)
     x = np.zeros((4, 16), np.float32)
@@ -184,6 +197,35 @@ def test_a_wrong_argument_is_refused_before_anything_is_read() -> None:
         native.Digest(workers, [x], [0], [0], keys, np.zeros((4, 3), np.int64))
     with pytest.raises(ValueError, match="0 to 4"):
         native.Digest(workers, [x], [0], [0], keys, out).run(5)
+
+
+def test_every_row_name_and_shape_of_every_tensor_is_in_the_hash() -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"a": (9, 16), "b": (16,), "c": (17, 16), "d": (17, 16), "e": (1, 16)}
+    tensors = {name: rng.normal(0, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def hashed(held: dict[str, F32]) -> str:
+        kinds = {1: "vector", 2: "matrix"}
+        image = SimpleNamespace(
+            directory={
+                name: SimpleNamespace(kind=kinds[x.ndim], shape=x.shape) for name, x in held.items()
+            },
+            vector=held.__getitem__,
+            panels=lambda name: pack_lanes(held[name]),
+        )
+        return weights_sha256(cast(WeightImage, image), threads=1)
+
+    found = [hashed(tensors)]
+    for name, values in tensors.items():
+        for index in (0, -1):
+            spoilt = values.copy()
+            spoilt.reshape(-1).view(np.uint32)[index] ^= 1
+            found.append(hashed({**tensors, name: spoilt}))
+    found.append(hashed({**tensors, "c": tensors["d"], "d": tensors["c"]}))
+    found.append(hashed({**tensors, "e": tensors["e"][0]}))  # a vector, not a matrix of one row
+    rest = {name: x for name, x in tensors.items() if name != "e"}
+    found.append(hashed({**rest, "f": tensors["e"]}))
+    assert len(set(found)) == len(found)
 
 
 # --- the program --------------------------------------------------------------------------------

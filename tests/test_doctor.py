@@ -225,6 +225,7 @@ def test_what_is_missing_is_told_with_what_to_type(
         read_machine(),
         compiler=None,
         torch_extra=False,
+        verify_extra=False,
         huge_pages="never",
         shared_huge_pages="advise",
         cores=4,
@@ -235,7 +236,7 @@ def test_what_is_missing_is_told_with_what_to_type(
     assert facts["kernels"]["body"] == "reference"
     missing = {entry["what"]: entry["type"] for entry in facts["missing"]}
     typed = " | ".join(missing.values())
-    for words in ("apt-get install g++", "echo madvise", "--threads", "anyshard[torch]"):
+    for words in ("apt-get install g++", "echo madvise", "--threads", ".[torch]", ".[verify]"):
         assert words in typed
     assert "shmem_enabled" not in typed
     assert any("without a tokenizer" in what for what in missing)

@@ -142,6 +142,13 @@ def test_the_longest_names_that_a_file_can_have_are_written(tmp_path: Path, name
             attempt(too_long)
 
 
+def test_a_folder_that_takes_no_files_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"the folder /proc takes no files \(No such file"):
+        check_place(Path("/proc/file"))
+    check_place(tmp_path / "file")
+    assert os.listdir(tmp_path) == [], "what it tried is gone"
+
+
 def test_a_name_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff\xfe" * 100)
     replace_file(path, b"x")

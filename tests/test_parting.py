@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mutants
 import numpy as np
 import pytest
+from grid import the_model
 from models import MODELS, write_hf_model
 from test_verify import SHORT, Ran
 
@@ -16,6 +24,7 @@ from anyshard.cli import parting
 from anyshard.comm.control import Frame
 from anyshard.verify import check, naive
 from anyshard.verify.cells import Cell, Outcome, run_cell
+from anyshard.verify.scratch import scratch_folder
 from anyshard.worker import Worker
 
 LAYOUTS = ("--layouts", "tp2,pp2", "--json")
@@ -71,7 +80,7 @@ def test_a_replay_that_the_system_refuses_is_a_note(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
-    monkeypatch.setattr("anyshard.verify.divergence.tempfile.TemporaryDirectory", full_disk)
+    monkeypatch.setattr("anyshard.verify.divergence.scratch_folder", full_disk)
     where = where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS))
     assert where.startswith("where it parts could not be found: the system refused: ")
 
@@ -102,3 +111,38 @@ def test_ranks_that_are_lost_in_a_replay_are_a_note(
     where = where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS))
     assert where.startswith("where it parts could not be found: rank ")
     assert where.endswith("a planted failure"), where
+
+
+def test_weights_that_are_packed_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parting, "_need", lambda *_: SimpleNamespace(total=100, weights=40))
+    model, cell = the_model("adversarial-9-3"), Cell(axis="tp", tp=2, prompt_tokens=30)
+    opened: Any = None
+    first, again = (
+        parting.replay_bytes(opened, model, cell, packed=packed) for packed in (False, True)
+    )
+    assert first - again == 40
+
+
+def test_what_a_killed_run_has_left_is_swept_and_nothing_else(
+    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, signal\nfrom anyshard.verify.scratch import scratch_folder\n"
+        "with scratch_folder() as folder:\n"
+        "    (folder / '0.1.npz').write_bytes(b'x')\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    killed = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "anyshard-capture-new").mkdir()
+    (tmp_path / "anyshard-captured").write_bytes(b"x")
+    (tmp_path / "anyshard-capture-file").write_bytes(b"x")
+    (tmp_path / "anyshard-capture-link").symlink_to(tmp_path)
+    with scratch_folder() as mine:
+        (mine / "0.1.npz").write_bytes(b"x")
+        kept = {path for path in tmp_path.iterdir() if path != left}
+        assert Ran(capfd, tiny, *SHORT, "--layouts", "pp2").code == 0
+        assert set(tmp_path.iterdir()) == kept and list(mine.iterdir())
+    assert not mine.exists()

@@ -29,6 +29,7 @@ from test_checkpoint_gguf import needs_demo
 from anyshard.checkpoint import Checkpoint
 from anyshard.cli import main, running
 from anyshard.cli.screen import Bar
+from anyshard.cli.verify import _wrapped
 from anyshard.errors import OptionError
 from anyshard.ops import available_bodies
 from anyshard.tokenizer import Tokenizer
@@ -63,11 +64,13 @@ class Ran:
     """Exit code and both streams of a command that ran in this process."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], *arguments: str) -> None:
-        before = signal.getsignal(signal.SIGTERM)
+        # Ctrl-C leaves both ignored, which processes that later tests start would inherit
+        before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.code = main(["verify", *arguments])
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         self.out, self.err = capfd.readouterr()
 
     @property
@@ -254,16 +257,24 @@ REFUSED = {
     ("--layouts", "tp2,xp3"): "--layouts has 'xp3'; a layout is tp2, pp3, tp3pp2",
     ("--layouts", ""): "--layouts has ''; a layout is",
     ("--layouts", "tp0"): "counts begin at 1",
+    ("--layouts", "tp２"): "--layouts has 'tp２'; a layout is",
+    ("--layouts", "pp2tp2"): "--layouts has 'pp2tp2'; tp or heads come first: tp2pp2",
+    ("--layouts", "layers3+0"): "--layers 3,0 has a part of 0: each of the parts needs at least 1",
+    ("--layouts", "layers2+2"): "--layers 2,2 does not add up: the model has 3 layers",
     ("--layouts", "tp10"): "layout tp10: ",
     ("--layouts", "pp4"): "layout pp4: ",
     ("--layouts", "heads5+5"): "layout heads5+5: ",
     ("--layouts", "tp9999999"): "--layouts has 'tp9999999'",
     ("--heads", "5,five"): "--heads is '5,five'",
-    ("--batch", "1,many"): "--batch is '1,many'; whole numbers",
+    ("--batch", "1,many"): "--batch has 'many'; whole numbers",
+    ("--batch", ""): "--batch has ''; whole numbers",
+    ("--batch", "１７"): "--batch has '１７'; whole numbers",
     ("--batch", "0"): "--batch is 0; it can be 1 to 1024",
-    ("--chunk", "7,some"): "--chunk is 'some'; whole numbers such as 1,17 are needed, or all",
+    ("--chunk", "7,some"): "--chunk has 'some'; whole numbers such as 1,17 are needed, or all",
+    ("--chunk", ""): "--chunk has ''; whole numbers",
     ("--threads", "1,999"): "--threads is 999; it can be 1 to 256",
     ("--kernels", "auto,fast"): "--kernels has 'fast'; it can hold auto, avx2, scalar, reference",
+    ("--kernels", ""): "--kernels has ''; it can hold auto",
     ("--grid", "quick", "--chunk", "7"): "--grid quick is a fixed set of cells and --chunk makes",
     ("--prompt-tokens", "0"): "--prompt-tokens is 0; it can be 1 to 65536",
     ("--prompt-tokens", "510"): "the context holds 512; lower --prompt-tokens or --tokens",
@@ -271,6 +282,8 @@ REFUSED = {
     ("--tokens", "0"): "--tokens is 0; it can be 1 to 4096",
     ("--batch", ",".join(["1"] * 1001)): "these lists make 1001 cells; at most 1000",
     ("--report", "nowhere/at/all.html"): "name a file in a folder that exists",
+    ("--report", ""): "--report is ''; name a file, such as verify.html",
+    ("--report", "/proc/x.html"): "the folder /proc takes no files (",
 }
 
 
@@ -332,6 +345,56 @@ def test_a_closed_stdout_hides_no_verdict(tiny: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("report", [False, True])
+def test_a_stdout_that_takes_no_more_is_named(report: bool, tiny: str, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    more = ("--report", str(page)) if report else ()
+    command = [sys.executable, "-m", "anyshard.cli", "verify", tiny, *SHORT, "--layouts", "tp2"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*command, *more], stdout=full, stderr=subprocess.PIPE, timeout=100, check=False
+        )
+    said = b"anyshard: stdout cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert page.exists() == report
+
+
+def test_rows_are_aligned_however_many_axes_a_cell_has(
+    tiny: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lists = ("--layouts", "pp2,tp3pp2", "--chunk", "7,all", "--batch", "2", "--threads", "2")
+    head, *rows = Ran(capfd, tiny, *SHORT, *lists).out.split("\n\n")[0].splitlines()
+    end = head.index("wire B/tok") + len("wire B/tok")
+    assert len(rows) == 5
+    assert all(row[end - 1].isdigit() and row[end : end + 2] == "  " for row in rows)
+
+
+def test_the_bar_names_the_cell_it_is_at(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Bar, "update", lambda bar, done, total, doing="": told.append(doing))
+    Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2")
+    assert list(dict.fromkeys(each for each in told if each)) == ["unsplit", "tp2", "pp2"]
+
+
+def test_the_last_line_breaks_between_its_parts() -> None:
+    parts = ("a model", "f32 00", "9 tokens")
+    assert _wrapped(parts, width=80) == "a model · f32 00 · 9 tokens"
+    assert _wrapped(parts, width=18) == "a model · f32 00\n9 tokens"
+    assert _wrapped(parts, width=3) == "a model\nf32 00\n9 tokens"
+
+
+def test_a_short_cell_has_a_note(
+    tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell(axis="body", kernels="reference", prompt_tokens=6, num_tokens=2, is_short=True)
+    for cells, count in (([cell], 1), ([Cell(axis="tp", tp=2)], 0)):
+        monkeypatch.setattr("anyshard.verify.grid.quick", lambda config, cells=cells: cells)
+        ran = Ran(capfd, tiny, *SHORT)
+        assert (ran.code, ran.out.count("against an unsplit run as short")) == (0, count)
+
+
 def test_max_ulp_counts_floats() -> None:
     one = np.array([1, -1, 0], np.float32)
     assert max_ulp(one, one) == 0
@@ -369,8 +432,13 @@ def test_a_chunk_that_cuts_nothing_has_nothing_to_show(
     verdicts = {cell["cell"]: cell["verdict"] for cell in ran.record["cells"]}
     assert verdicts == {
         "tp1 chunk 6": "equal", "tp1 chunk 7": "vacuous", "tp1": "equal",
-        "tp2 chunk 6": "equal", "tp2 chunk 7": "vacuous", "tp2": "equal",
+        "tp2 chunk 6": "equal", "tp2 chunk 7": "equal", "tp2": "equal",
     }  # fmt: skip
+    assert (ran.record["vacuous"], ran.record["partly_vacuous"]) == (1, 1), "tp2 has its witness"
+    shown = Ran(capfd, tiny, *short[:-1], "--layouts", "tp2", "--chunk", "6,7").out
+    marks = [line.endswith("  chunk: nothing to show") for line in shown.splitlines()]
+    assert marks.count(True) == 1
+    assert "2 of 2 cells equal the unsplit run in every bit; in 1 of them one axis had" in shown
 
 
 def test_a_tokenizer_that_has_nothing_for_the_text_leaves_hashed_ids() -> None:

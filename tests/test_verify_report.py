@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -87,6 +89,18 @@ def test_a_report_is_refused_before_anything_runs(
         ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp2", "--report", str(target))
         assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1) and word in ran.err
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_report_does_not_go_where_a_stream_goes(stream: str, tiny: str, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    command = [sys.executable, "-m", "anyshard.cli", "verify", tiny, *SHORT, "--report", str(page)]
+    with page.open("wb") as file:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: file}
+        done = subprocess.run(command, **streams, timeout=100, check=False)
+    said = f"anyshard: --report {page} is where {stream} goes; name another\n"
+    shown = {"stdout": done.stderr, "stderr": page.read_bytes()}[stream]
+    assert (done.returncode, shown) == (2, said.encode())
 
 
 def test_a_report_takes_no_file_of_the_model(

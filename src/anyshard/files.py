@@ -18,11 +18,21 @@ __all__ = ["check_place", "replace_file"]
 def check_place(path: Path) -> None:
     """Make sure that `path` is free or a regular file, or a link to such a place.
 
-    A device, a pipe or a folder would be lost to a rename, or refuse it late.
+    A device, a pipe or a folder would be lost to a rename, or refuse it late. Some folders take no
+    file, whatever their permissions say (/proc), so one is made beside the place, and removed.
 
     Raises: OSError whose strerror says what is there. Held by: test_files.py.
     """
-    _status(_target(path))
+    target = _target(path)
+    _status(target)
+    part = target.parent / _part_name(target.name)
+    try:
+        os.close(_new_file(part))
+    except OSError as error:
+        what = f"the folder {target.parent} takes no files ({error.strerror})"
+        raise OSError(error.errno, what) from None
+    with contextlib.suppress(OSError):
+        os.unlink(part)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -36,7 +46,7 @@ def replace_file(path: Path, content: bytes) -> None:
     target = _target(path)
     before = _status(target)
     part = target.parent / _part_name(target.name)
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = _new_file(part)
     try:
         with open(fd, "wb") as file:
             file.write(content)
@@ -50,6 +60,10 @@ def replace_file(path: Path, content: bytes) -> None:
             os.unlink(part)
         raise
     _sync_folder(target.parent)
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def _part_name(name: str) -> str:

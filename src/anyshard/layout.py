@@ -377,8 +377,13 @@ def plan(
 
 def _check_cut(counts: Sequence[int], total: int, *, flag: str, noun: str, least: int) -> None:
     text = ",".join(str(count) for count in counts)
-    if not counts or any(count < least for count in counts) or sum(counts) != total:
+    if any(count < least for count in counts):
         raise LayoutError(
-            f"{flag} {text} does not add up: the model has {total} {noun}, and each part needs "
-            f"at least {least} (the parts given sum to {sum(counts)})"
+            f"{flag} {text} has a part of {min(counts)}: each of the parts needs at least {least}, "
+            f"and together they are the model's {total} {noun}"
+        )
+    if sum(counts) != total:
+        raise LayoutError(
+            f"{flag} {text} does not add up: the model has {total} {noun}, and the "
+            f"parts sum to {sum(counts)}"
         )

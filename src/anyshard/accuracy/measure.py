@@ -339,7 +339,7 @@ def _hf_module() -> ModuleType:
             raise
         raise UserError(
             f"--against hf needs torch and transformers 5 or newer, but {error.name} is not "
-            "installed; pip install 'anyshard[verify]', or take --against float64"
+            "installed; pip install -e '.[verify]' in the clone, or take --against float64"
         ) from None
     return hf
 

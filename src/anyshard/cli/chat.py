@@ -20,7 +20,7 @@ from cyclopts import Parameter
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
 from anyshard.cli.flags import SamplingFlags, SplitFlags, Text
 from anyshard.cli.running import Loading, open_model, rank_group, start_engine, wait_loaded
-from anyshard.cli.screen import Bar, Lines
+from anyshard.cli.screen import Bar, Lines, tell
 from anyshard.errors import OptionError, PeerLost, UserError
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class _Chat:
         if reason not in ("fault", "dropped"):
             self.said = self.said.answered(question, answer.text)
         if self.as_json:
-            print(json.dumps(_turn_json(request, answer, reason, spent)), flush=True)
+            tell(json.dumps(_turn_json(request, answer, reason, spent)))
         self._figures(request, spent, first_token_s - start if answer.tokens else None)
         remark = self._remark(reason, request, wanted)
         if remark:
@@ -273,12 +273,12 @@ class _Chat:
                 self._show(shown)
         self._show(answer.finish())
         if not self.as_json:
-            print(flush=True)
+            tell("")
         return reason, first_token_s
 
     def _show(self, text: str) -> None:
         if not self.as_json:
-            print(text, end="", flush=True)
+            tell(text, end="")
 
     def _figures(self, request: Request, spent: Timings, first_token_s: float | None) -> None:
         parts = [

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from anyshard.errors import DifferenceFound, UserError
+from anyshard.cli.screen import tell
+from anyshard.errors import DifferenceFound, OptionError, UserError
 
 if TYPE_CHECKING:
     from anyshard.fidelity import Comparison, Divergence, Record
@@ -17,8 +18,8 @@ __all__ = ["compare"]
 
 
 def compare(
-    first: str,
-    second: str,
+    first: Annotated[str, Parameter(show_env_var=False)],
+    second: Annotated[str, Parameter(show_env_var=False)],
     /,
     *,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -39,14 +40,18 @@ def compare(
     """
     from anyshard.fidelity import compare_records, read_record
 
+    if not (first and second):
+        raise OptionError(
+            "a name of a record is empty; give two files that generate --record has written"
+        )
     records = [read_record(Path(path)) for path in (first, second)]
     found = compare_records(*records)
     if found.incomparable:
         raise UserError(f"{first} and {second} cannot be compared: {'; '.join(found.incomparable)}")
     if json_output:
-        print(json.dumps(_json([first, second], records, found)))
+        tell(json.dumps(_json([first, second], records, found)))
     else:
-        print("\n".join(_lines([first, second], records, found)))
+        tell("\n".join(_lines([first, second], records, found)))
     return 0 if found.equal else DifferenceFound.exit_code
 
 

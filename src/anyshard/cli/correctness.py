@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from anyshard.cli.screen import Bar
+from anyshard.cli.screen import Bar, tell
 from anyshard.errors import DifferenceFound
 from anyshard.host import read_memory
 
@@ -24,12 +24,12 @@ def tell_accuracy(model: str | None, against: Against, *, as_json: bool) -> int:
     from anyshard.accuracy import as_text, measure
 
     memory = read_memory()
-    with Bar("against float64") as bar:
+    with Bar("widening the weights to float64") as bar:
         report = measure(
             model,
             against=against,
-            progress=bar.update,
+            progress=lambda done, total: bar.update(done, total, f"against {against}"),
             free_bytes=None if memory is None else memory[1],
         )
-    print(report.to_json().decode() if as_json else as_text(report))
+    tell(report.to_json().decode() if as_json else as_text(report))
     return DifferenceFound.exit_code if report.passed is False else 0

@@ -20,6 +20,7 @@ from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
 from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need
 from anyshard.cli.running import context_limit, image_cache, layout_of
+from anyshard.cli.screen import tell
 from anyshard.errors import CheckpointError
 from anyshard.host import size_text
 
@@ -54,7 +55,7 @@ def doctor(
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # of a Hub id, what the cache holds
     facts = examine(model, split, read_machine())
-    print(json.dumps(facts) if json_output else "\n".join(_lines(facts)))
+    tell(json.dumps(facts) if json_output else "\n".join(_lines(facts)))
     memory = facts.get("memory")
     if memory is not None:
         parts = ("weights", "kv", "buffers", "processes")
@@ -156,8 +157,15 @@ def _missing_here(machine: Machine, bodies: list[str]) -> list[tuple[str, str]]:
     if not machine.torch_extra:
         missing.append(
             (
-                "torch is not installed; --comm torch and verify --against hf need it",
-                "pip install 'anyshard[torch]'",
+                "torch is not installed; --comm torch needs it",
+                "pip install -e '.[torch]', in the clone",
+            )
+        )
+    if not machine.verify_extra:
+        missing.append(
+            (
+                "transformers or torch is not installed; verify --against hf needs both",
+                "pip install -e '.[verify]', in the clone",
             )
         )
     return missing
@@ -321,6 +329,7 @@ def _machine_lines(facts: Facts) -> list[str]:
             built,
             f"compiler {machine['compiler'] or 'none'}{headers}",
             "torch extra" if machine["torch_extra"] else "no torch extra",
+            "verify extra" if machine["verify_extra"] else "no verify extra",
         ),
         _row("demo model", facts["demo_model"] or "not installed"),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -21,6 +22,7 @@ __all__ = ["BenchFlags", "PromptFlags", "SamplingFlags", "SplitFlags", "in_range
 
 
 MAX_PROMPTS_BYTES = 1 << 26
+NUMBER = re.compile(r"[-+]?[0-9]{1,18}")  # int() takes digits of every script
 
 
 def _one_item(type_: Any, value: str, delimiter: str | None = None) -> list[str]:
@@ -222,12 +224,13 @@ def whole_numbers(
     name: str, text: str, least: int, most: int, *, more: str = ""
 ) -> tuple[int, ...]:
     """`1,17` as numbers in that range; `more`: what else it can be. Raises: OptionError."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise OptionError(
-            f"--{name} is {text[:40]!r}; whole numbers such as 1,17 are needed{more}"
-        ) from None
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not NUMBER.fullmatch(part):
+            raise OptionError(
+                f"--{name} has {part[:40]!r}; whole numbers such as 1,17 are needed{more}"
+            )
+    numbers = tuple(int(part) for part in parts)
     for number in numbers:
         in_range(name, number, least, most)
     return numbers

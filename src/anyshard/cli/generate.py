@@ -17,8 +17,8 @@ from cyclopts import Parameter
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
 from anyshard.cli.recording import Recorder
 from anyshard.cli.running import Loading, open_model, rank_group, start_engine, wait_loaded
-from anyshard.cli.screen import Bar
-from anyshard.errors import OptionError, PromptTooLong
+from anyshard.cli.screen import Bar, abandon_stdout, tell
+from anyshard.errors import AnyshardError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:
     from anyshard.answer import Answer
@@ -92,6 +92,7 @@ class _Generate:
         if self.recorder is not None and prompts.prompts is not None:
             self.recorder.spare_prompts(prompts.prompts)
         self.start_s = time.monotonic()
+        self._unsaid: AnyshardError | BrokenPipeError | None = None
         self.ready_s = self.first_token_s = self.start_s
 
     def run(self) -> int:
@@ -134,7 +135,10 @@ class _Generate:
         engine.close()
         if self.recorder is not None:
             self.recorder.refuse_unwritten()
-        return FAULT_EXIT if any(outcome.fault for outcome in outcomes) else 0
+        has_fault = any(outcome.fault for outcome in outcomes)
+        if self._unsaid is not None and not has_fault:
+            raise self._unsaid
+        return FAULT_EXIT if has_fault else 0
 
     def _request(
         self, text: str, max_tokens: int | None, tokenizer: Tokenizer, limit: int
@@ -206,21 +210,38 @@ class _Generate:
             if answer.stopped:
                 outcome.reason = "stop"
             if live:
-                print(shown, end="", flush=True)
+                self._say(shown, end="")
             elif not self.as_json:
-                done = _show_in_order(outcomes, done)
+                done = self._show_in_order(outcomes, done)
             if outcome.reason and self.recorder is not None:
                 layout = _layout_json(engine)
                 self.recorder.write(
                     engine, event.request_id, outcome, layout, weights_sha256=weights_sha256
                 )
 
+    def _show_in_order(self, outcomes: Sequence[_Outcome], done: int) -> int:
+        """Print the answers of a batch as their turn comes; `done` of them are out, then more."""
+        while done < len(outcomes) and outcomes[done].reason:
+            self._say(f"[{done + 1}] {outcomes[done].answer.text.lstrip()}\n")
+            done += 1
+        return done
+
+    def _say(self, text: str, *, end: str = "\n") -> None:
+        """On stdout; where that fails, records are still to be written, and it is raised last."""
+        try:
+            tell(text, end=end)
+        except (BrokenPipeError, AnyshardError) as error:
+            if self.recorder is None:
+                raise
+            abandon_stdout()
+            self._unsaid = self._unsaid or error
+
     def _report(self, engine: Engine, outcomes: list[_Outcome]) -> None:
         if self.as_json:
-            print(json.dumps(self._json(engine, outcomes)))
+            self._say(json.dumps(self._json(engine, outcomes)))
         else:
             if len(outcomes) == 1:
-                print()
+                self._say("")
             self._figures(engine, outcomes)
         for index, outcome in enumerate(outcomes):
             if outcome.fault:
@@ -296,14 +317,6 @@ def _refuse_endless(text: str, tokenizer: Tokenizer, limit: int) -> None:
             f"a prompt of {num_bytes} bytes is at least {num_bytes // longest} tokens; the context "
             f"holds {limit}"
         )
-
-
-def _show_in_order(outcomes: Sequence[_Outcome], done: int) -> int:
-    """Print the answers of a batch as their turn comes; `done` of them are out, then more."""
-    while done < len(outcomes) and outcomes[done].reason:
-        print(f"[{done + 1}] {outcomes[done].answer.text.lstrip()}\n", flush=True)
-        done += 1
-    return done
 
 
 def _result_json(outcome: _Outcome) -> dict[str, Any]:

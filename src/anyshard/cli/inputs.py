@@ -1,7 +1,11 @@
-"""What a command reads is not what it writes: files of a model and of prompts are spared."""
+"""What a command reads is not what it writes: files of a model and of prompts are spared.
+
+Nor does it write one file twice: where stdout and stderr go, no record or report goes.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,8 +13,9 @@ from typing import Final
 
 from anyshard.errors import OptionError
 
-__all__ = ["spare_files", "spare_model"]
+__all__ = ["spare_files", "spare_model", "spare_streams"]
 
+STREAMS: Final = ("stdout", "stderr")  # descriptors 1 and 2
 _PART_OF: Final = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
 
 
@@ -32,6 +37,18 @@ def spare_files(option: str, targets: Iterable[Path], files: Iterable[Path], wha
     for path, identity in there:
         if identity in read:
             raise OptionError(f"{option} {path} is {what}, which would be lost; name another")
+
+
+def spare_streams(option: str, targets: Iterable[Path]) -> None:
+    """Raises: OptionError if a target is the file that stdout or stderr goes to.
+
+    One of the two would be lost: a file is replaced as a whole. Held by: test_cli.py.
+    """
+    streams = {_place_of(os.fstat(number)): name for number, name in enumerate(STREAMS, start=1)}
+    for path in targets:
+        identity = _identity(path)
+        if identity in streams:
+            raise OptionError(f"{option} {path} is where {streams[identity]} goes; name another")
 
 
 def _model_files(model: Path) -> Iterable[Path]:
@@ -60,7 +77,10 @@ def _is_record(file: Path) -> bool:
 def _identity(file: Path) -> tuple[int, int] | None:
     """What all names and links of a file have in common, None if there is none."""
     try:
-        status = file.stat()
+        return _place_of(file.stat())
     except OSError:
         return None
+
+
+def _place_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino

@@ -48,6 +48,7 @@ class Machine:
     compiler: str | None
     python_headers: bool
     torch_extra: bool
+    verify_extra: bool
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -74,8 +75,13 @@ def read_machine(root: Path = Path("/")) -> Machine:
         shared_huge_pages=_chosen(settings / "shmem_enabled"),
         compiler=_compiler(),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
-        torch_extra=importlib.util.find_spec("torch") is not None,
+        torch_extra=_is_installed("torch"),
+        verify_extra=_is_installed("torch") and _is_installed("transformers"),
     )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _chosen(path: Path) -> str | None:

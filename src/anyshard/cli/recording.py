@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyshard import __version__
-from anyshard.cli.inputs import spare_files, spare_model
+from anyshard.cli.inputs import spare_files, spare_model, spare_streams
 from anyshard.cli.machine import Machine, read_machine
 from anyshard.errors import OptionError, UserError
 from anyshard.files import check_place
@@ -57,7 +57,8 @@ def record_paths(target: str, num_prompts: int) -> list[Path]:
         try:
             check_place(each)
         except OSError as error:
-            raise OptionError(f"--record {each}: {error.strerror}; name a file") from None
+            raise OptionError(f"--record {each}: {error.strerror}; name another file") from None
+    spare_streams("--record", paths)
     return paths
 
 

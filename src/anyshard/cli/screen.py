@@ -7,7 +7,9 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["Bar", "Lines", "abandon_stdout"]
+from anyshard.errors import AnyshardError
+
+__all__ = ["Bar", "Lines", "abandon_stdout", "tell"]
 
 
 class Bar:
@@ -43,6 +45,21 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def tell(text: str, *, end: str = "\n") -> None:
+    """On stdout, at once.
+
+    Raises: BrokenPipeError if its reader has left; AnyshardError naming it if it takes no more.
+    Held by: test_cli.py.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon_stdout()
+        raise AnyshardError(f"stdout cannot be written: {error.strerror}") from None
 
 
 def abandon_stdout() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +20,18 @@ from cyclopts import Parameter
 from anyshard import __version__
 from anyshard.cli.correctness import Against, tell_accuracy
 from anyshard.cli.flags import SplitFlags, in_range, whole_numbers
-from anyshard.cli.inputs import spare_model
+from anyshard.cli.inputs import spare_model, spare_streams
 from anyshard.cli.parting import Parting, admit_cells
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
-from anyshard.cli.screen import Bar, abandon_stdout
-from anyshard.errors import DifferenceFound, OptionError, PeerLost, PromptTooLong
-from anyshard.files import replace_file
+from anyshard.cli.screen import Bar, abandon_stdout, tell
+from anyshard.errors import (
+    AnyshardError,
+    DifferenceFound,
+    OptionError,
+    PeerLost,
+    PromptTooLong,
+)
+from anyshard.files import check_place, replace_file
 
 if TYPE_CHECKING:
     from anyshard.launcher import RankGroup
@@ -43,6 +48,10 @@ DEFAULT_PROMPT_TOKENS = 300
 DEFAULT_TOKENS = 8
 DEFAULT_DEADLINE_S = 30.0
 ALL_COLUMNS = 1 << 16
+SHORT_NOTE = (
+    "a cell that names a number of tokens runs less of the request; its bits and its ratio are "
+    "held against an unsplit run as short"
+)
 BODIES = ("auto", "avx2", "scalar", "reference")
 #: Without a variable: ANYSHARD_THREADS and its like are `generate`'s, and would make a small grid.
 List = Annotated[str | None, Parameter(show_env_var=False)]
@@ -89,15 +98,15 @@ class GridFlags:
             splits += (Split(heads=own.head_counts, layers=own.layer_counts),)
         return Lists(
             splits=splits or (Split(),),
-            batches=whole_numbers("batch", self.batch or "1", 1, 1024),
+            batches=whole_numbers("batch", "1" if self.batch is None else self.batch, 1, 1024),
             chunks=tuple(
                 None
                 if part.strip() == "all"
                 else whole_numbers("chunk", part, 1, 1 << 16, more=", or all")[0]
-                for part in (self.chunk or "all").split(",")
+                for part in ("all" if self.chunk is None else self.chunk).split(",")
             ),
-            threads=whole_numbers("threads", self.threads or "1", 1, 256),
-            kernels=_bodies(self.kernels or "auto"),
+            threads=whole_numbers("threads", "1" if self.threads is None else self.threads, 1, 256),
+            kernels=_bodies("auto" if self.kernels is None else self.kernels),
         )
 
 
@@ -123,16 +132,19 @@ def verify(
     prompt_tokens: int | None = None,
     tokens: int | None = None,
     in_process: Annotated[bool, Parameter(negative="")] = False,
-    deadline: Annotated[float, Parameter(show_env_var=False)] = DEFAULT_DEADLINE_S,
+    deadline: Annotated[float | None, Parameter(show_env_var=False)] = None,
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    report: Path | None = None,
+    report: str | None = None,
 ) -> int:
     """Run many layouts against the unsplit model and compare every logit, bit by bit.
 
     Each cell stands beside its witness: the share of logits that would change if the same split
-    were summed in the order of an ordinary engine. Exit code 4 if any cell differs, 5 if all of
-    them lost their ranks.
+    were summed in the order of an ordinary engine.
+
+    Exit code 0: no cell differs. 4: one does, or lost its ranks. 5: all lost them. 2: bad input, or
+    a report that could not be written. 1: the unsplit run itself fails, or an error of ours. 130:
+    Ctrl-C. 143: SIGTERM. 141: the reader of stdout left before the verdict.
 
     Parameters
     ----------
@@ -145,7 +157,7 @@ def verify(
     in_process
         Run ranks as threads of this process instead of forked processes.
     deadline
-        Seconds without a sign of life after which a rank counts as lost.
+        Seconds without a sign of life after which a rank counts as lost, 30 by default.
     against
         Measure another thing instead: how far logits and ops are from float64, by themselves
         (float64) or beside HF transformers in float32 (hf). Exit code 4 if HF is twice as near.
@@ -158,7 +170,7 @@ def verify(
         used = [name for name, is_used in (
             ("--report", report is not None), ("--in-process", in_process),
             ("--prompt-tokens", prompt_tokens is not None), ("--tokens", tokens is not None),
-            ("--deadline", deadline != DEFAULT_DEADLINE_S),
+            ("--deadline", deadline is not None),
             ("a grid", cells != GridFlags()),
         ) if is_used]  # fmt: skip
         if used:
@@ -179,13 +191,17 @@ class _Verify:
         prompt_tokens: int | None,
         tokens: int | None,
         in_process: bool,
-        deadline: float,
+        deadline: float | None,
         as_json: bool,
-        report: Path | None,
+        report: str | None,
     ) -> None:
         in_range("prompt-tokens", prompt_tokens, 1, 1 << 16)
         in_range("tokens", tokens, 1, 1 << 12)
-        self.flags = SplitFlags(comm="threads" if in_process else "shm", deadline=deadline)
+        self.flags = SplitFlags(
+            comm="threads" if in_process else "shm",
+            deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
+        )
+        self._unsaid: AnyshardError | None = None
         self.path, self.as_json = model, as_json
         self.report = None if report is None else _report_target(report)
         self.grid, self.lists = flags.grid or "quick", flags.lists()
@@ -196,7 +212,9 @@ class _Verify:
         """Print the table or the JSON; returns the exit code. Raises: UserError, PeerLost."""
         from anyshard.verify.naive import rank_of_any_order
         from anyshard.verify.page import html
+        from anyshard.verify.scratch import clear_abandoned
 
+        clear_abandoned()
         opened = open_model(self.path, self.flags, num_prompts=1)
         if self.report is not None:
             spare_model("--report", [self.report], opened.checkpoint.path)
@@ -215,6 +233,10 @@ class _Verify:
                 if not code:
                     raise
                 print(f"anyshard: {error}", file=sys.stderr)  # the verdict weighs more
+        if self._unsaid is not None:
+            if not code:
+                raise self._unsaid
+            print(f"anyshard: {self._unsaid}", file=sys.stderr)
         return code
 
     def _subject(self, opened: Opened) -> tuple[Model, RequestShape]:
@@ -273,12 +295,12 @@ class _Verify:
         from anyshard.verify.report import Report
 
         start, date, done = time.monotonic(), time.strftime("%F %H:%M UTC", time.gmtime()), 0
-        table, results = _Table(cells, self._say), []
+        table, results, doing = _Table(cells, self._say), [], "unsplit"
 
         def step() -> None:
             nonlocal done
             done += 1
-            bar.update(done, total)
+            bar.update(done, total, doing)
 
         try:
             with Bar("comparing") as bar:
@@ -289,6 +311,8 @@ class _Verify:
                 parting = Parting(opened, group, model, epochs=checker.epochs)
                 total = checker.steps(cells)
                 for cell in (None, *cells):
+                    doing = "unsplit" if cell is None else cell.name
+                    bar.update(done, total, doing)
                     result = checker.baseline() if cell is None else checker.check(cell)
                     table.add(result)
                     if cell is not None and result.verdict == "differs" and result.where is None:
@@ -327,22 +351,43 @@ class _Verify:
             return
         for name, reason in report.skipped:
             self._say(f"skipped {name}: {reason}")
-        self._say(
-            f"\n{summary(report)}\n"
-            f"{report.model} · {report.profile} {report.profile_hash[:12]} · "
-            f"{report.prompt_tokens} prompt tokens, {report.decode_tokens} decode steps · "
-            f"{report.unsplit.positions} x {report.unsplit.vocab} logits a cell · "
-            f"{report.seconds:.0f} s"
+        parts = (
+            report.model,
+            f"{report.profile} {report.profile_hash[:12]}",
+            f"{report.prompt_tokens} prompt tokens, {report.decode_tokens} decode steps",
+            f"{report.unsplit.positions} x {report.unsplit.vocab} logits a cell",
+            f"{report.seconds:.0f} s",
         )
+        self._say(f"\n{summary(report)}\n{_wrapped(parts, width=_stdout_width())}")
+        if any(cell.positions < report.unsplit.positions for cell in report.cells if cell.digest):
+            self._say(SHORT_NOTE)
 
     def _say(self, text: str) -> None:
         """On stdout; if its reader has left, a report is still to be written."""
         try:
-            print(text, flush=True)
+            tell(text)
         except BrokenPipeError:
             if self.report is None:
                 raise
             abandon_stdout()
+        except AnyshardError as error:
+            if self.report is None:
+                raise
+            self._unsaid = self._unsaid or error
+
+
+def _stdout_width() -> int:
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
+    return shutil.get_terminal_size().columns if is_terminal else ALL_COLUMNS
+
+
+def _wrapped(parts: Sequence[str], *, width: int) -> str:
+    """All parts with a dot between two, in lines that end between parts."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]} · {part}"
+        lines = [*lines[:-1], longer] if len(longer) <= width else [*lines, part]
+    return "\n".join(lines)
 
 
 def _exit_code(report: Report) -> int:
@@ -357,11 +402,14 @@ class _Table:
     """Rows for `say`: as they come if it is live, or all at the end."""
 
     def __init__(self, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
+        from anyshard.verify.check import witness_axes
         from anyshard.verify.report import columns
 
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
-        width = shutil.get_terminal_size().columns if is_terminal else ALL_COLUMNS
-        self._columns = columns([cell.name for cell in cells], width=width)
+        self._columns = columns(
+            [cell.name for cell in cells],
+            width=_stdout_width(),
+            axes=[witness_axes(cell) for cell in cells],
+        )
         self._say, self._lines, self._has_head, self.live = say, list[str](), False, False
 
     def add(self, result: CellResult) -> None:
@@ -392,20 +440,21 @@ class _Table:
             self._say(line)
 
 
-def _report_target(path: Path) -> Path:
-    """The file that --report names, through links. Raises: OptionError if it cannot be written."""
+def _report_target(report: str) -> Path:
+    """The file that --report names. Raises: OptionError if it cannot be written."""
+    path = Path(report)
+    if not report or report.endswith("/"):
+        raise OptionError(f"--report is {report!r}; name a file, such as verify.html")
     try:
-        target = path.resolve()
-        found = target.stat() if target.exists() else None
-    except (OSError, RuntimeError) as error:
-        raise OptionError(f"--report {path} cannot be written: {error}") from None
-    if not target.parent.is_dir() or (found is not None and stat.S_ISDIR(found.st_mode)):
-        raise OptionError(f"--report {path}: name a file in a folder that exists")
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        raise OptionError(f"--report {path} is no regular file; name one, or a new one")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise OptionError(f"--report {path}: the folder {target.parent} cannot be written to")
-    return target
+        if not path.parent.is_dir() or path.is_dir():
+            raise OptionError(f"--report {path}: name a file in a folder that exists")
+        check_place(path)
+    except OSError as error:
+        raise OptionError(
+            f"--report {path} cannot be written: {error.strerror}; name another file"
+        ) from None
+    spare_streams("--report", [path])
+    return path
 
 
 def _write(target: Path, text: str) -> None:
@@ -414,4 +463,4 @@ def _write(target: Path, text: str) -> None:
         # A model's name may be bytes that are no UTF-8, which Python holds as lone surrogates.
         replace_file(target, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        raise OptionError(f"--report {target} cannot be written: {error}") from None
+        raise OptionError(f"--report {target} cannot be written: {error.strerror}") from None

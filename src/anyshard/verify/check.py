@@ -11,7 +11,8 @@ as epochs of one loaded rank group, whose ranks run `naive.rank_of_any_order`.
 
 A *witness* is measured along one axis at a time: the share of logits that change when the axis
 alone is split and both sides sum in the order of an ordinary engine (`verify/naive.py`). A cell
-has one for every axis that it splits; where one is 0, the equality along that axis shows nothing.
+has one for every axis that it splits; where one is 0, the equality along that axis shows nothing,
+and a cell of which all are 0 is `vacuous`.
 A cell that only places work (pages, bodies, wires) has no order to change.
 
 A cell whose ranks are lost is a row too, and the cells after it run. Where a difference comes from
@@ -54,6 +55,7 @@ __all__ = [
     "Checker",
     "RequestShape",
     "why",
+    "witness_axes",
     "witness_cells",
 ]
 
@@ -93,6 +95,12 @@ class RequestShape:
 def why(error: BaseException) -> str:
     """Its sentence, and below it its notes: of a lost rank, the end of the log."""
     return "\n".join([error_text(error), *getattr(error, "__notes__", [])])
+
+
+def witness_axes(cell: Cell) -> tuple[Axis, ...]:
+    """Those that the row of the cell has a share for."""
+    axes = tuple(witness_cells(cell))
+    return axes if cell.chunk == WHOLE or "chunk" in axes else (*axes, "chunk")
 
 
 def witness_cells(cell: Cell) -> dict[Axis, Cell]:
@@ -325,7 +333,7 @@ class Checker:
             verdict = "differs"
         elif lost is not None:
             verdict = "lost"
-        elif 0.0 in witness.values():
+        elif witness and not any(witness.values()):
             verdict = "vacuous"
         return CellResult(
             cell=cell.name,

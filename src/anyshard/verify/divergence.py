@@ -12,10 +12,8 @@ A NaN equals a NaN: their payloads are not defined. Nothing else has a tolerance
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from anyshard.verify.cells import DEADLINE_S, Cell, Model, alone, batch_order, r
 from anyshard.verify.points import Point, Target, points, same_bits
 from anyshard.verify.replay import replay_head, unsplit_layout
 from anyshard.verify.result import max_ulp
+from anyshard.verify.scratch import scratch_folder
 from anyshard.worker import Served
 
 __all__ = ["Divergence", "Parted", "Run", "cell_divergence", "cell_run", "first_divergence"]
@@ -161,9 +160,9 @@ def _divergence(point: Point, layout: Layout, position: int) -> Divergence | Non
 
 def _repeat(run: Run, *, position: int | None, layer: int | None) -> list[list[Arrays]]:
     """Run once more with a capture; by rank, the frames that hold the row."""
-    with tempfile.TemporaryDirectory(prefix="anyshard-capture-") as folder:
-        run.start(Capture(slot=run.slot, folder=folder, position=position, layer=layer))
-        return [read_capture(Path(folder), rank) for rank in range(run.layout.world)]
+    with scratch_folder() as folder:
+        run.start(Capture(slot=run.slot, folder=str(folder), position=position, layer=layer))
+        return [read_capture(folder, rank) for rank in range(run.layout.world)]
 
 
 def _detail(run: Run, target: Target) -> list[Arrays]:

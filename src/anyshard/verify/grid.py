@@ -38,9 +38,10 @@ MOST_CELLS = 1000
 SEEDED = Sampling(temperature=0.8, seed=20_240_229)
 SLOW_BODY_TOKENS = (6, 2)  # prompt and tokens of a reference body
 SPLIT = re.compile(
-    r"(?=.)(?:tp(?P<tp>\d{1,5})|heads(?P<heads>\d{1,5}(?:\+\d{1,5})*))?"
-    r"(?:pp(?P<pp>\d{1,5})|layers(?P<layers>\d{1,5}(?:\+\d{1,5})*))?"
+    r"(?=.)(?:tp(?P<tp>[0-9]{1,5})|heads(?P<heads>[0-9]{1,5}(?:\+[0-9]{1,5})*))?"
+    r"(?:pp(?P<pp>[0-9]{1,5})|layers(?P<layers>[0-9]{1,5}(?:\+[0-9]{1,5})*))?"
 )
+SWAPPED = re.compile(r"((?:pp|layers)[0-9+]+)((?:tp|heads)[0-9+]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +65,16 @@ def parse_layouts(text: str) -> tuple[Split, ...]:
 def _parse_split(text: str) -> Split:
     found = SPLIT.fullmatch(text)
     if found is None:
+        turned = SWAPPED.sub(r"\2\1", text)
+        if turned != text and SPLIT.fullmatch(turned):
+            raise OptionError(f"--layouts has {text[:40]!r}; tp or heads come first: {turned[:40]}")
         raise OptionError(
             f"--layouts has {text[:40]!r}; a layout is tp2, pp3, tp3pp2, or a cut of your own as "
             "heads7+2, layers22+8, heads7+2pp3; commas stand between layouts"
         )
     tp, pp = int(found["tp"] or 1), int(found["pp"] or 1)
     if not (tp and pp):
-        raise OptionError(f"--layouts has {text!r}; counts begin at 1")
+        raise OptionError(f"--layouts has {text[:40]!r}; counts begin at 1")
     return Split(tp=tp, pp=pp, heads=_counts(found["heads"]), layers=_counts(found["layers"]))
 
 
@@ -211,7 +215,7 @@ def check_layouts(cells: Iterable[Cell], model: Model) -> None:
         try:
             cell.layout(model)
         except LayoutError as error:
-            raise LayoutError(f"layout {cell.split}: {error}") from None
+            raise LayoutError(f"layout {cell.split[:40]}: {error}") from None
 
 
 def runnable(

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from html import escape
 
-from anyshard.verify.report import Report, divergence_text, per_rank_text, summary, witness_text
+from anyshard.verify.report import (
+    Report,
+    divergence_text,
+    mark_text,
+    per_rank_text,
+    summary,
+    witness_text,
+)
 from anyshard.verify.result import CellResult
 
 __all__ = ["html"]
 
 COLUMNS = (
-    "layout", "verdict", "profile", "compared", "digest", "differing", "max ulp", "tokens",
+    "cell", "verdict", "profile", "compared", "digest", "differing", "max ulp", "tokens",
     "witness", "wire bytes / token", "weights MB / rank", "KV MB / rank", "tok/s", "× unsplit",
 )  # fmt: skip
 NUMBERS = {"differing", "max ulp", "wire bytes / token", "weights MB / rank", "KV MB / rank",
            "tok/s", "× unsplit"}  # fmt: skip
-WRAPPED = {"layout", "witness"}
+WRAPPED = {"cell", "witness"}
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #5c636b; --line: #d9dde1;
@@ -36,14 +43,14 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; mar
 dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .87rem; }
-th, td { padding: .35rem .5rem; text-align: left; border-bottom: 1px solid var(--line);
+th, td { padding: .35rem .45rem; text-align: left; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 th { vertical-align: bottom; } td { white-space: nowrap; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-td.wide { white-space: normal; min-width: 8.5rem; overflow-wrap: anywhere; }
+td.wide { white-space: normal; min-width: 8.5rem; overflow-wrap: break-word; }
 thead th { color: var(--dim); font-weight: 600; }
 tr.parts td { border-bottom: 0; }
-tr.where td { font: .95em ui-monospace, monospace; padding-left: 2rem; }
+tr.where td { font: .95em ui-monospace, monospace; padding-left: 2rem; overflow-wrap: anywhere; }
 code { font: .92em ui-monospace, monospace; }
 .notes { color: var(--dim); font-size: .87rem; max-width: 60rem; }
 @media (max-width: 44rem) {
@@ -64,12 +71,13 @@ code { font: .92em ui-monospace, monospace; }
 NOTES = (
     "Compared: logit rows × vocabulary, bit by bit, with no tolerance. Digest: SHA-256 over them, "
     "first 12 digits. Witness: share of logits that change when the same split is summed in the "
-    "order of an ordinary engine, one axis at a time; at 0 the cell has nothing to show. A cell "
+    "order of an ordinary engine, one axis at a time; at 0 that axis has nothing to show. A cell "
     "that only places work has no order to change. Wire: of all ranks, without the logits gathered "
     "to be compared. tok/s: decoding, of all requests in flight; × unsplit: against the unsplit "
-    "run of one such request. Where a cell differs, the line below it shows the first logit that "
-    "does, as hexadecimal floats, and the op and rank where the run parts. Lost: ranks "
-    "of the cell died or fell silent."
+    "run of one such request. A cell whose name has a number of tokens runs less of the request: "
+    "its bits and its speed are held against an unsplit run as short. Where a cell differs, the "
+    "line below it shows the first logit that does, as hexadecimal floats, and the op and rank "
+    "where the run parts. Lost: ranks of the cell died or fell silent."
 )
 
 
@@ -133,7 +141,9 @@ def _class(name: str, *, empty: bool = False) -> str:
 
 def _row(cell: CellResult) -> str:
     is_unsplit = cell.cell == "unsplit"
-    verdict = "nothing to show" if cell.verdict == "vacuous" else cell.verdict
+    verdict = mark_text(cell) if cell.verdict == "vacuous" else str(cell.verdict)
+    if cell.silent_axes:
+        verdict = f"equal; {mark_text(cell)}"
     tokens = {True: "equal", False: '<span class="differs">differ</span>', None: ""}
     values = (
         escape(cell.cell),

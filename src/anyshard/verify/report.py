@@ -15,6 +15,7 @@ __all__ = [
     "columns",
     "divergence_text",
     "head_line",
+    "mark_text",
     "per_rank_text",
     "row_line",
     "summary",
@@ -23,6 +24,8 @@ __all__ = [
 
 MB = 1e6
 MARKS = {"equal": "", "vacuous": "nothing to show", "differs": "DIFFERS", "lost": "LOST"}
+NO_ORDER = "no order to change"
+MOST_OF_MARK = len("chunk: nothing to show")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +61,13 @@ class Report:
 
     @property
     def num_vacuous(self) -> int:
-        """Cells with an axis along which no order could have shown."""
+        """Cells of which no axis could have shown another order."""
         return sum(cell.verdict == "vacuous" for cell in self.cells)
+
+    @property
+    def num_partly_vacuous(self) -> int:
+        """Equal cells of which an axis could have, and another could not."""
+        return sum(bool(cell.silent_axes) for cell in self.cells)
 
 
 def summary(report: Report) -> str:
@@ -71,6 +79,8 @@ def summary(report: Report) -> str:
     if report.num_lost:
         parts.append(f"{report.num_lost} of {total} {_cells(total)} LOST ranks")
     parts.append(f"{equal} of {total} {_cells(total)} equal the unsplit run in every bit")
+    if report.num_partly_vacuous:
+        parts.append(f"in {report.num_partly_vacuous} of them one axis had nothing to show")
     if report.num_vacuous:
         parts.append(
             f"{report.num_vacuous} {_cells(report.num_vacuous)} had nothing to show (equal, but so "
@@ -93,6 +103,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "equal": report.equal,
         "vacuous": report.num_vacuous,
+        "partly_vacuous": report.num_partly_vacuous,
         "lost": report.num_lost,
         "summary": summary(report),
     } | record
@@ -101,7 +112,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def witness_text(cell: CellResult) -> str:
     """`tp 95.7% chunk 92.6%`, or that there is no order to change."""
     if not cell.witness:
-        return "no order to change" if cell.lost is None else "-"
+        return NO_ORDER if cell.lost is None else "-"
     return " ".join(f"{axis} {_percent(share)}" for axis, share in cell.witness.items())
 
 
@@ -160,22 +171,29 @@ class Column:
         return f"{text:{self.width}}" if self.left else f"{text:>{self.width}}"
 
 
-def columns(cells: Iterable[str], *, width: int) -> list[Column]:
-    """Those that fit into `width` characters, for cells of these names."""
-    widest = max((len(name) for name in cells), default=0)
+def columns(
+    cells: Iterable[str], *, width: int, axes: Iterable[Sequence[str]] = ()
+) -> list[Column]:
+    """Those that fit into `width` characters, for cells of these names.
+
+    axes: of every cell, those that it has a witness for; their column is as wide as they need.
+    """
+    widest, split = max((len(name) for name in cells), default=0), list(axes)
+    shares = [sum(len(f"{axis} 100.0% ") for axis in each) - 1 for each in split]
+    crossed = any(len(each) > 1 for each in split)
     found = [
         Column("cell", max(widest, len("unsplit")), 0, lambda c: c.cell, left=True),
         Column("digest", 12, 4, lambda c: c.digest[:12] or "-", left=True),
         Column("differ", 9, 0, lambda c: _short(c.elements_differing)),
         Column("ulp", 7, 2, lambda c: _short(c.max_ulp)),
         Column("tokens", 6, 1, _tokens_column, left=True),
-        Column("witness", 26, 0, _witness_column, left=True),
+        Column("witness", max(len(NO_ORDER), *shares, 0), 0, _witness_column, left=True),
         Column("wire B/tok", 10, 5, lambda c: f"{c.wire_bytes_per_token:,.0f}"),
         Column("weights MB", 11, 6, lambda c: per_rank_text(c.weight_bytes)),
         Column("KV MB", 9, 7, lambda c: per_rank_text(c.kv_bytes)),
         Column("tok/s", 6, 3, lambda c: f"{c.decode_tokens_per_s:.1f}"),
         Column("ratio", 5, 3, lambda c: f"{c.speed_ratio:.2f}"),
-        Column("", 15, 0, _mark, left=True),
+        Column("", MOST_OF_MARK if crossed else len(MARKS["vacuous"]), 0, mark_text, left=True),
     ]
     while len(found) > 4 and sum(column.width + 2 for column in found) > width:
         found.remove(max(found, key=lambda column: column.rank))
@@ -190,7 +208,10 @@ def _tokens_column(cell: CellResult) -> str:
     return {True: "equal", False: "DIFFER", None: "-"}[cell.tokens_equal]
 
 
-def _mark(cell: CellResult) -> str:
+def mark_text(cell: CellResult) -> str:
+    """What a row says at its end; nothing of a cell that is equal."""
+    if cell.silent_axes:
+        return f"{' '.join(cell.silent_axes)}: {MARKS['vacuous']}"
     return MARKS[cell.verdict]
 
 

@@ -77,6 +77,12 @@ class CellResult:
         return bool(self.neighbours) and not self.elements_differing and bool(self.tokens_equal)
 
     @property
+    def silent_axes(self) -> tuple[Axis, ...]:
+        """Along which no order could have shown, where along others one could."""
+        silent = tuple(axis for axis, share in self.witness.items() if not share)
+        return silent if self.verdict == "equal" else ()
+
+    @property
     def ranks(self) -> int:
         """Processes or threads that ran it."""
         return len(self.weight_bytes)
