@@ -265,6 +265,10 @@ REFUSED = {
     ("--layouts", "pp4"): "layout pp4: ",
     ("--layouts", "heads5+5"): "layout heads5+5: ",
     ("--layouts", "tp9999999"): "--layouts has 'tp9999999'",
+    (
+        "--layouts",
+        "heads" + "+".join("1" * 99),
+    ): f"layout heads1{'+1' * 17}: --heads {'1,' * 20} does not add up",
     ("--heads", "5,five"): "--heads is '5,five'",
     ("--batch", "1,many"): "--batch has 'many'; whole numbers",
     ("--batch", ""): "--batch has ''; whole numbers",

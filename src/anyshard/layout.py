@@ -376,7 +376,7 @@ def plan(
 
 
 def _check_cut(counts: Sequence[int], total: int, *, flag: str, noun: str, least: int) -> None:
-    text = ",".join(str(count) for count in counts)
+    text = ",".join(str(count) for count in counts)[:40]
     if any(count < least for count in counts):
         raise LayoutError(
             f"{flag} {text} has a part of {min(counts)}: each of the parts needs at least {least}, "
