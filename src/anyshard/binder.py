@@ -98,7 +98,9 @@ class Binder:
 
     def _matrix(self, weight: Weight) -> Panels:
         assert weight.columns is not None
-        return panel_cut(self.w.image.panels(weight.name), weight.rows, weight.columns)
+        panels = self.w.image.panels(weight.name)
+        assert (panels.dtype == np.int8) == (weight.blocks is not None), weight.name
+        return panel_cut(panels, weight.rows, weight.blocks or weight.columns)
 
     def _vector(self, weight: Weight) -> F32:
         return self.w.image.vector(weight.name)[weight.rows[0] : weight.rows[1]]

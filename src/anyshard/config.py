@@ -18,20 +18,26 @@ from typing import Any, Literal
 from anyshard.errors import CheckpointError
 
 __all__ = [
+    "INT8_LEAF",
     "LEAF",
     "MAX_HEAD_DIM",
+    "Arithmetic",
     "Llama3Scaling",
     "ModelConfig",
     "Profile",
+    "Quantization",
     "RopeDivisors",
     "config_from_gguf",
     "config_from_hf",
 ]
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
+Arithmetic = Literal["f32", "int8"]
+Quantization = Literal["auto", "none", "int8"]
 
 MAX_HEAD_DIM = 256  # of the native attention
 LEAF = 64  # consecutive k of one fma chain in the f32 profile (docs/numerics.md, Tree)
+INT8_LEAF = 32  # of one exact sum in the int8 profile: a block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +127,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The arithmetic: everything that rounds. Two runs compare only under one profile hash."""
+    """The arithmetic: everything that rounds. Two runs compare only under one profile hash.
 
-    arithmetic: Literal["f32"] = "f32"
+    leaf: most inputs that are summed before the tree; in int8 a block, which has one scale.
+    """
+
+    arithmetic: Arithmetic = "f32"
     kv: Literal["f32"] = "f32"
     wire: Literal["none"] = "none"
     leaf: int = LEAF

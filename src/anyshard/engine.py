@@ -31,7 +31,7 @@ from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.comm.base import CommKind
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, Result
-from anyshard.config import ModelConfig, Profile
+from anyshard.config import INT8_LEAF, Arithmetic, ModelConfig, Profile
 from anyshard.errors import PromptTooLong
 from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
 from anyshard.fidelity.weights import weights_sha256
@@ -63,8 +63,10 @@ __all__ = [
     "FinishReason",
     "LoadReport",
     "f32_profile",
+    "int8_profile",
     "loader",
     "plan_epoch",
+    "profile_of",
 ]
 
 FinishReason = Literal["stop", "length", "fault"]
@@ -74,6 +76,16 @@ SPIN_US = 500
 def f32_profile() -> Profile:
     """The float32 arithmetic, with the hash of its constants filled in."""
     return Profile(constants_sha256=constants_sha256())
+
+
+def int8_profile() -> Profile:
+    """The block int8 arithmetic (`ops/quant.py`)."""
+    return Profile(arithmetic="int8", leaf=INT8_LEAF, constants_sha256=constants_sha256())
+
+
+def profile_of(arithmetic: Arithmetic) -> Profile:
+    """The profile of that arithmetic."""
+    return int8_profile() if arithmetic == "int8" else f32_profile()
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -99,6 +111,7 @@ def loader(
     threads: int,
     cache: ImageCache | None = None,
     record: bool = False,
+    arithmetic: Arithmetic = "f32",
 ) -> Callable[[Progress], tuple[object, bytes]]:
     """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
 
@@ -108,10 +121,12 @@ def loader(
 
     def load(progress: Progress) -> tuple[object, bytes]:
         set_control_word()
-        image, note = load_image(checkpoint, threads=threads, cache=cache, progress=progress)
+        image, note = load_image(
+            checkpoint, threads=threads, cache=cache, progress=progress, arithmetic=arithmetic
+        )
         sha256 = weights_sha256(image, threads=threads) if record else ""
         report = LoadReport(note.encode("utf-8", "replace").decode(), sha256)
-        return Served(checkpoint.config, f32_profile(), image), report.encoded()
+        return Served(checkpoint.config, profile_of(arithmetic), image), report.encoded()
 
     return load
 

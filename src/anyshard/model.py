@@ -16,7 +16,7 @@ from typing import Literal
 
 from anyshard.config import ModelConfig, Profile
 from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
-from anyshard.ops.storage import Storage, stored_bytes
+from anyshard.ops.storage import Q8_INPUTS, Storage, stored_bytes
 from anyshard.replicas import Replica, replicas_of
 
 __all__ = [
@@ -81,17 +81,23 @@ DIGESTED: dict[OpKind, tuple[DigestPoint, ...]] = {
 
 @dataclass(frozen=True)
 class Weight:
-    """A cut of one tensor of the image: rows of its output, columns of its input (None: vector)."""
+    """A cut of one tensor of the image: rows of its output, columns of its input (None: vector).
+
+    blocks: those that hold the columns, where the storage is int8.
+    """
 
     name: str
     rows: Span
     columns: Span | None = None
     storage: Storage = "float32"
+    blocks: Span | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of the cut as it is held."""
         columns = 1 if self.columns is None else self.columns[1] - self.columns[0]
+        if self.blocks is not None:
+            columns = (self.blocks[1] - self.blocks[0]) * Q8_INPUTS
         return stored_bytes(self.storage, (self.rows[1] - self.rows[0]) * columns)
 
 
@@ -243,8 +249,8 @@ def program(
 ) -> Program:
     """The ops of one rank for one step of any number of rows.
 
-    `storage`: how the image holds tensors, by name; float32 where it says nothing. It decides
-    byte counts only. `record` adds ops that hash what the others write; it changes none of them.
+    `storage`: how the image holds tensors, by name; float32 where it says nothing, and int8 in that
+    arithmetic. It decides byte counts only. `record` adds ops that hash what the others write; it changes none of them.
 
     Held by: test_model.py (every weight element is owned once per stage; layouts tile).
     """
@@ -275,6 +281,7 @@ class _Builder:
         storage: Mapping[str, Storage],
     ) -> None:
         self.config = config
+        self.is_int8 = profile.arithmetic == "int8"
         self.storage = storage
         self.layout = layout
         self.tp_index = tp_index = layout.coordinates(rank)[1]
@@ -294,7 +301,7 @@ class _Builder:
 
     def embed(self) -> Op:
         config = self.config
-        table = self._weight("embed", (0, config.vocab), (0, config.hidden))
+        table = self._weight("embed", (0, config.vocab))
         return Op(kind="embed", layer=-1, outputs=config.hidden, weights=(table,))
 
     def hop(self, kind: Literal["send", "receive"]) -> Op:
@@ -307,13 +314,18 @@ class _Builder:
             receivers=1 if sends else 0,
         )
 
-    def _weight(self, name: str, rows: Span, columns: Span) -> Weight:
+    def _weight(
+        self, name: str, rows: Span, columns: Span | None = None, blocks: Span | None = None
+    ) -> Weight:
+        """Of all hidden inputs if `columns` is None; `blocks`: the leaves that hold them."""
+        if columns is None:
+            columns, blocks = (0, self.config.hidden), (0, self.hidden_tree.num_leaves)
+        if self.is_int8:
+            return Weight(name, rows, columns, "int8", blocks)
         return Weight(name, rows, columns, self.storage.get(name, "float32"))
 
-    def _matrix(
-        self, layer: int, name: str, rows: Span, columns: Span, *, bias: bool
-    ) -> tuple[Weight, ...]:
-        matrix = self._weight(f"layers.{layer}.{name}", rows, columns)
+    def _matrix(self, layer: int, name: str, rows: Span, *, bias: bool) -> tuple[Weight, ...]:
+        matrix = self._weight(f"layers.{layer}.{name}", rows)
         return (matrix, Weight(f"layers.{layer}.{name}_bias", rows)) if bias else (matrix,)
 
     def _head_norms(self, layer: int) -> tuple[Weight, ...]:
@@ -337,9 +349,9 @@ class _Builder:
                     outputs=outputs,
                     weights=(
                         Weight(f"layers.{layer}.attn_norm", whole),
-                        *self._matrix(layer, "q", q, whole, bias=config.qkv_bias),
-                        *self._matrix(layer, "k", kv, whole, bias=config.qkv_bias),
-                        *self._matrix(layer, "v", kv, whole, bias=config.qkv_bias),
+                        *self._matrix(layer, "q", q, bias=config.qkv_bias),
+                        *self._matrix(layer, "k", kv, bias=config.qkv_bias),
+                        *self._matrix(layer, "v", kv, bias=config.qkv_bias),
                         *self._head_norms(layer),
                     ),
                     sum=self.whole_hidden,
@@ -378,8 +390,8 @@ class _Builder:
                     outputs=columns,
                     weights=(
                         Weight(f"layers.{layer}.mlp_norm", whole),
-                        *self._matrix(layer, "gate", self.ffn, whole, bias=config.mlp_bias),
-                        *self._matrix(layer, "up", self.ffn, whole, bias=config.mlp_bias),
+                        *self._matrix(layer, "gate", self.ffn, bias=config.mlp_bias),
+                        *self._matrix(layer, "up", self.ffn, bias=config.mlp_bias),
                     ),
                     sum=self.whole_hidden,
                     flop=4 * config.hidden * columns,
@@ -419,7 +431,7 @@ class _Builder:
                     kind=linear,
                     layer=layer,
                     outputs=nodes_per_rank[self.tp_index] * width,
-                    weights=(self._weight(f"layers.{layer}.{weight}", hidden, mine),),
+                    weights=(self._weight(f"layers.{layer}.{weight}", hidden, mine, here),),
                     sum=Sum(tree.leaf_lengths[slice(*here)], tree.merges(here)),
                     flop=2 * (mine[1] - mine[0]) * width,
                 )
@@ -484,7 +496,7 @@ class _Builder:
                     kind="head",
                     layer=-1,
                     outputs=rows,
-                    weights=(Weight("norm", columns), self._weight(table, self.vocab, columns)),
+                    weights=(Weight("norm", columns), self._weight(table, self.vocab)),
                     sum=self.whole_hidden,
                     flop=2 * config.hidden * rows,
                 )

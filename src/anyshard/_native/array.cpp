@@ -109,17 +109,18 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
                                   " outputs are asked for");
     return;
   }
-  constexpr const char* kTypes = "float32, float16, uint16 (bfloat16) or uint8 (Q8_0 blocks)";
+  constexpr const char* kTypes = 
+      "float32, float16, uint16 (bfloat16), uint8 (Q8_0 blocks) or int8 (blocks of int8 arithmetic)";
   acquire(object, name, kTypes, writable);
-  const std::string formats = "fHeB";
+  const std::string formats = "fHeBb";
   const size_t type = formats.find(format());
-  constexpr Py_ssize_t kItemBytes[] = {4, 2, 2, 1};
+  constexpr Py_ssize_t kItemBytes[] = {4, 2, 2, 1, 1};
   require(type != std::string::npos && view_.itemsize == kItemBytes[type],
           std::string(name) + " must be of " + kTypes + ", its format is '" +
               (view_.format != nullptr ? view_.format : "B") + "'");
   storage_ = static_cast<Storage>(type);
-  if (storage_ == Storage::kQ8) {
-    require(num_inputs % kQ8Inputs == 0, std::string(name) + " are Q8_0 blocks of 32 inputs; " +
+  if (in_blocks(storage_)) {
+    require(num_inputs % kQ8Inputs == 0, std::string(name) + " are blocks of 32 inputs; " +
                                              std::to_string(num_inputs) +
                                              " inputs are not whole blocks");
     check_shape(name, {(num_outputs + kQ8Outputs - 1) / kQ8Outputs, num_inputs / kQ8Inputs,
@@ -136,6 +137,18 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
           std::string(name) + " must be panels with strides (any, " + std::to_string(inner) + ", " +
               std::to_string(view_.itemsize) + ") bytes");
   stride_ = static_cast<size_t>(stride);
+}
+
+bool holds_int8(PyObject* panels) {
+  Py_buffer view;
+  if (panels == Py_None) return false;
+  if (PyObject_GetBuffer(panels, &view, PyBUF_FORMAT | PyBUF_STRIDES) != 0) {
+    PyErr_Clear();  // Panels says what is wrong
+    return false;
+  }
+  const bool result = view.format != nullptr && std::strcmp(view.format, "b") == 0;
+  PyBuffer_Release(&view);
+  return result;
 }
 
 Array optional_array(PyObject* object, const char* name, Element element,

@@ -49,21 +49,24 @@ class Array {
 };
 
 // Weight panels: [P, K, 8] of float32, float16 or uint16 (bfloat16), or [P/2, K/32, 544] of uint8
-// (Q8_0). All but the first dimension contiguous, any stride between panels (a cut of k). None
-// stands for zero outputs.
+// (Q8_0) or int8 (int8 arithmetic). All but the first dimension contiguous, any stride between
+// panels (a cut of k). None stands for zero outputs.
 class Panels : public Array {
  public:
   Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t num_outputs,
          bool writable = false);
 
   Storage storage() const { return storage_; }
-  size_t stride() const { return stride_; }  // bytes between panels (pairs of them, kQ8)
+  size_t stride() const { return stride_; }  // bytes between panels (pairs of them, blocks)
   uint8_t* writable_bytes() const { return static_cast<uint8_t*>(view_.buf); }
 
  private:
   Storage storage_ = Storage::kFloat32;
   size_t stride_ = 0;
 };
+
+// Whether they are of int8 arithmetic.
+bool holds_int8(PyObject* panels);
 
 // An array, or nothing for None.
 Array optional_array(PyObject* object, const char* name, Element element,

@@ -192,8 +192,9 @@ void exp_into(nb::object x, nb::object out, const std::string& body) {
 }
 
 bool pack_panels(Pool& pool, nb::object panels, nb::object source, const std::string& type,
-                 int64_t num_rows, int64_t num_columns, nb::object row_map) {
-  const Packer packer(panels.ptr(), source.ptr(), type, num_rows, num_columns, row_map.ptr());
+                int64_t num_rows, int64_t num_columns, nb::object row_map, int64_t group) {
+  const Packer packer(panels.ptr(), source.ptr(), type, num_rows, num_columns, row_map.ptr(),
+                      group);
   const nb::gil_scoped_release release;
   return packer.run(pool);
 }
@@ -204,7 +205,7 @@ void bind_functions(nb::module_& m) {
   m.def("gumbel_argmax", &gumbel_argmax, "logits"_a, "temperature"_a, "key"_a, "position"_a,
         "choice"_a, "stream"_a, "mask"_a.none() = nb::none(), nb::kw_only(), "body"_a = "");
   m.def("pack_panels", &pack_panels, "pool"_a, "panels"_a, "source"_a, "type"_a, "num_rows"_a,
-        "num_columns"_a, "row_map"_a.none() = nb::none());
+        "num_columns"_a, "row_map"_a.none() = nb::none(), "group"_a = 0);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "widen.h"
 
 constexpr Kernels kTable = {norm,
+                            quantize,
                             linear,
                             silu_product,
                             rope,

@@ -32,4 +32,21 @@ inline float widen_half(uint32_t half) {
   return from_pattern(sign | pattern);
 }
 
+// Nearest binary16, even on ties; an infinity where it is too large. Not for NaN.
+inline uint32_t narrow_half(float value) {
+  uint32_t pattern;
+  std::memcpy(&pattern, &value, sizeof pattern);
+  const uint32_t sign = pattern >> 16 & 0x8000u;
+  const float magnitude = from_pattern(pattern & 0x7fffffffu);
+  if (magnitude >= 65520.0f) return sign | 0x7c00u;
+  if (magnitude < 0x1p-14f) {  // a whole number of 2^-24: adding 2^-1 rounds it there
+    const float shifted = magnitude + 0.5f;
+    std::memcpy(&pattern, &shifted, sizeof pattern);
+    return sign | (pattern - 0x3f000000u);
+  }
+  pattern &= 0x7fffffffu;
+  const uint32_t odd = pattern >> 13 & 1u;
+  return sign | ((pattern - (112u << 23) + 0xfffu + odd) >> 13);
+}
+
 }  // namespace anyshard

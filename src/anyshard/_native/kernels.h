@@ -33,6 +33,7 @@ constexpr int kMaxNodes = 1024;   // nodes of one reduce, all ranks together
 
 // Post-order leaf program: after leaf i, merges[i] times top = second + top.
 struct LeafProgram {
+  const int32_t* starts;  // k at which each leaf begins
   const int32_t* lengths;
   const int32_t* merges;
   int num_leaves;
@@ -42,26 +43,40 @@ struct LeafProgram {
 // How the weights of a matrix lie in memory; every value is widened exactly to float32.
 //   kFloat32, kBfloat16, kFloat16: [P][K][8]
 //   kQ8: [P/2][K/32] blocks { int8 q[8][16][4]; float16 scale[16] }: q[k / 4][n][k % 4] * scale[n]
-enum class Storage { kFloat32, kBfloat16, kFloat16, kQ8 };
+//   kInt8: the same blocks, one a leaf, zeros where a leaf is short, no q of -128. These are not
+//   widened: a linear multiplies them with rows that were quantised as well (quantize.h).
+enum class Storage { kFloat32, kBfloat16, kFloat16, kQ8, kInt8 };
+
+inline bool in_blocks(Storage storage) {
+  return storage == Storage::kQ8 || storage == Storage::kInt8;
+}
 
 constexpr int kQ8Inputs = 32;   // k of a block
 constexpr int kQ8Outputs = 16;  // outputs of a block: two panels
 constexpr int kQ8Values = kQ8Inputs * kQ8Outputs;
 constexpr int kQ8Bytes = kQ8Values + 2 * kQ8Outputs;
 
-// Bytes of a panel (a pair of them, kQ8) over num_inputs k.
+// A row that int8 linears read: of each leaf |q| [32] and q [32], then all scales (float), then all
+// offsets (int32), -128 times the leaf's sum of q.
+constexpr size_t kRowLeafBytes = 2 * kQ8Inputs;
+inline size_t quantized_row_floats(int num_leaves) {
+  const size_t bytes = static_cast<size_t>(num_leaves) * (kRowLeafBytes + 2 * sizeof(float));
+  return (bytes + 4 * kLineFloats - 1) / (4 * kLineFloats) * kLineFloats;
+}
+
+// Bytes of a panel (a pair of them, blocks) over num_inputs k.
 inline size_t panel_bytes(Storage storage, int64_t num_inputs) {
   const size_t k = static_cast<size_t>(num_inputs);
-  if (storage == Storage::kQ8) return k / kQ8Inputs * kQ8Bytes;
+  if (in_blocks(storage)) return k / kQ8Inputs * kQ8Bytes;
   return k * kLanes * (storage == Storage::kFloat32 ? 4 : 2);
 }
 
 // y[n] = tree over leaves of fma chains over k.
 struct Linear {
   const uint8_t* panels;
-  size_t panel_stride;  // bytes from a panel (a pair of them, kQ8) to the next
+  size_t panel_stride;  // bytes from a panel (a pair of them, blocks) to the next
   Storage storage;
-  int num_inputs;
+  int num_inputs;  // kInt8: those that pad a leaf count
   int num_outputs;
   LeafProgram program;
 };
@@ -122,7 +137,10 @@ struct Best {
 struct Kernels {
   // One row; returns false if the sum of squares is not finite. out may be x.
   bool (*norm)(const Norm&, const float* x, float* out);
-  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats.
+  // Leaves [start, stop) of a row as int8 linears read it, into quantized_row_floats() floats.
+  void (*quantize)(const LeafProgram&, int start, int stop, const float* x, float* row);
+  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats. x: rows of floats, or
+  // (kInt8) quantised; x_stride is in floats either way.
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
                  int panel_stop, const Target&, float* scratch);
   // gate = SiLU(gate) * up
@@ -159,6 +177,7 @@ constexpr int kNarrowPanels = 8;  // of a tile of one row and 16-bit weights
 constexpr int kManyRowsQ8 = 24;
 constexpr int kManyRows = 64;
 inline int panel_group(Storage storage, int num_rows) {
+  if (storage == Storage::kInt8) return num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2;
   const bool narrow = storage == Storage::kBfloat16 || storage == Storage::kFloat16;
   if (num_rows == 1 && narrow) return kNarrowPanels;
   return num_rows <= kFewRows ? kMostPanels : 3;
@@ -166,7 +185,7 @@ inline int panel_group(Storage storage, int num_rows) {
 
 // Floats of the panels that a linear holds widened while many rows pass over them.
 inline size_t linear_scratch(const Linear& linear) {
-  if (linear.storage == Storage::kFloat32) return 0;
+  if (linear.storage == Storage::kFloat32 || linear.storage == Storage::kInt8) return 0;
   return static_cast<size_t>(linear.num_inputs) * kLanes * kMostPanels;
 }
 

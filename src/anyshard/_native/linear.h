@@ -203,14 +203,15 @@ inline bool widens_first(Storage storage, int num_rows) {
   return !kWidensInTiles || num_rows >= (storage == Storage::kQ8 ? kManyRowsQ8 : kManyRows);
 }
 
-// Stack entries [0, num_nodes) of a tile go to their rows and outputs.
+// Stack entries [0, num_nodes) of a tile go to their rows and outputs, those of panels [start, stop).
 inline void emit(const Linear& linear, const Target& target, const float* stack, int row,
-                 int num_rows, int panel, int num_panels) {
+                 int num_rows, int panel, int num_panels, int start, int stop) {
   for (int node = 0; node < linear.program.num_nodes; ++node) {
     for (int r = 0; r < num_rows; ++r) {
       float* out = target.out + static_cast<size_t>(node) * target.node_stride +
                    static_cast<size_t>(row + r) * target.row_stride;
       for (int p = 0; p < num_panels; ++p) {
+        if (panel + p < start || panel + p >= stop) continue;
         const int n = (panel + p) * kLanes;
         const int rest = linear.num_outputs - n;
         const int entry = (node * num_rows + r) * num_panels + p;
@@ -263,7 +264,8 @@ inline void linear_block(const Linear& linear, const float* x, size_t x_stride, 
             span.count)({linear.program, x + static_cast<size_t>(row_start + row) * x_stride,
                          static_cast<ptrdiff_t>(x_stride), span,
                          ahead_of(tile, num_tiles, tile_rows, span), stack});
-    emit(linear, target, stack, row_start + row, tile_rows, span.first, span.count);
+    emit(linear, target, stack, row_start + row, tile_rows, span.first, span.count, span.first,
+         span.first + span.count);
   }
 }
 
@@ -296,8 +298,13 @@ inline PanelSpan widened_span(const Linear& linear, int first, int count, float*
           0};
 }
 
+#include "int8.h"
+
 inline void linear(const Linear& args, const float* x, size_t x_stride, int num_rows,
                    int panel_start, int panel_stop, const Target& target, float* scratch) {
+  if (args.storage == Storage::kInt8) {
+    return linear_int8(args, x, x_stride, num_rows, panel_start, panel_stop, target);
+  }
   const bool widen = widens_first(args.storage, num_rows);
   const int group = panel_group(widen ? Storage::kFloat32 : args.storage, num_rows);
   for (int row = 0; row < num_rows; row += kRowBlock) {

@@ -17,14 +17,19 @@ constexpr int kGateUpChunk = 12;
 
 size_t product(int64_t a, int64_t b) { return static_cast<size_t>(a) * static_cast<size_t>(b); }
 
+// Inputs of an embedding as it lies in memory: int8 blocks may be padded.
+int64_t stored_width(PyObject* panels, int64_t width) {
+  return holds_int8(panels) ? (width + kQ8Inputs - 1) / kQ8Inputs * kQ8Inputs : width;
+}
+
 // Weights [0, width) of output n, widened.
 void copy_row(const Panels& panels, int n, int64_t width, float* out) {
-  if (panels.storage() == Storage::kQ8) {
+  if (in_blocks(panels.storage())) {
     const uint8_t* block = panels.bytes() + product(n / kQ8Outputs, panels.stride());
     const int lane = n % kQ8Outputs;
     for (; width > 0; width -= kQ8Inputs, block += kQ8Bytes) {
       const float scale = widen_half(read_half(block + kQ8Values + 2 * lane));
-      for (int k = 0; k < kQ8Inputs; ++k) {
+      for (int k = 0; k < kQ8Inputs && k < width; ++k) {
         const uint8_t value = block[k / 4 * 4 * kQ8Outputs + 4 * lane + k % 4];
         *out++ = static_cast<float>(static_cast<int8_t>(value)) * scale;
       }
@@ -49,7 +54,7 @@ Embed::Embed(Pool& pool, PyObject* panels, int64_t vocab, PyObject* tokens, PyOb
     : pool_(pool),
       out_(out, "out", Element::kFloat, {kAny, kAny}, true),
       tokens_(tokens, "tokens", Element::kInt, {out_.size(0)}),
-      panels_(panels, "panels", out_.size(1), vocab),
+      panels_(panels, "panels", stored_width(panels, out_.size(1)), vocab),
       vocab_(vocab) {}
 
 void Embed::run(int rows) {
@@ -78,11 +83,12 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, a.head_dim, kBlock}, true),
       v_cache_(a.v_cache, "v_cache", Element::kFloat,
                {k_cache_.size(0), k_cache_.size(1), kBlock, a.head_dim}, true),
-      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, q_out_.size(0)),
+      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       q_(a.q_panels, a.q_bias, "q_", norm_.width(), q_out_.size(1), leaves_),
       k_(a.k_panels, a.k_bias, "k_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
       v_(a.v_panels, a.v_bias, "v_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
+      form_(leaves_, norm_.width(), {&q_, &k_, &v_}),
       cosine_(a.cosine, "cos", Element::kFloat, {kAny, a.head_dim / 2}),
       sine_(a.sine, "sin", Element::kFloat, {cosine_.size(0), a.head_dim / 2}),
       paged_(a.page_table, a.row_slot, a.positions, q_out_.size(0), k_cache_.size(0),
@@ -97,9 +103,11 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
           "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
+  row_floats_ = form_.scratch_floats(q_out_.size(0));
   kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
-  pool.reserve(norm_.scratch_floats() + 2 * kv_floats_,
-               std::max({q_.scratch_floats(), k_.scratch_floats(), v_.scratch_floats()}));
+  pool.reserve(row_floats_ + 2 * kv_floats_,
+               std::max({norm_.own_floats(form_), q_.scratch_floats(), k_.scratch_floats(),
+                         v_.scratch_floats()}));
 }
 
 void Qkv::run(int rows) {
@@ -110,7 +118,7 @@ void Qkv::run(int rows) {
   const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
   const int num_places = rows * num_heads;
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
-    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr, thread.common);
+    if (phase == 0) norm_.run(thread, form_, start, stop, nullptr);
     if (phase == 1) project(thread, rows, start, stop);
     for (int i = start; phase == 2 && i < stop; ++i) {
       place_head(thread, i / num_heads, i % num_heads);
@@ -131,9 +139,8 @@ void Qkv::project(const Thread& thread, int rows, int start, int stop) const {
     const int first = std::max(start, 0);
     const int last = std::min(stop, size);
     if (first < last) {
-      linears[i]->run(thread.kernels, first, last, thread.common,
-                      static_cast<size_t>(norm_.width()), rows, outputs[i], 0,
-                      static_cast<size_t>(linears[i]->num_outputs()), thread.own);
+      linears[i]->run(thread.kernels, first, last, thread.common, form_.stride(), rows, outputs[i],
+                      0, static_cast<size_t>(linears[i]->num_outputs()), thread.own);
     }
     start -= size;
     stop -= size;
@@ -183,23 +190,33 @@ RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outp
       a_(a, "a", Element::kFloat, {kAny, kAny}),
       leaves_(leaf_lengths, merges, a_.size(1), false),
       linear_(panels, Py_None, "", a_.size(1), num_outputs, leaves_),
+      form_(leaves_, a_.size(1), {&linear_}),
       out_(out, "out", Element::kFloat, {kAny}, true) {
   const int64_t needed = leaves_.num_nodes() * a_.size(0) * num_outputs;
   require(out_.size(0) >= needed, "out holds " + std::to_string(out_.size(0)) + " floats; " +
                                       std::to_string(needed) + " are needed");
-  pool.reserve(0, linear_.scratch_floats());
+  pool.reserve(form_.quantized() ? form_.scratch_floats(a_.size(0)) : 0, linear_.scratch_floats());
 }
 
 void RowLinear::run(int rows) {
   check_rows(rows, static_cast<int>(a_.size(0)));
   if (leaves_.num_nodes() == 0) return;
   const size_t row_stride = static_cast<size_t>(linear_.num_outputs());
-  const auto work = [&](const Thread& thread, int, int start, int stop) {
-    linear_.run(thread.kernels, start, stop, a_.floats(), static_cast<size_t>(a_.size(1)), rows,
-                out_.writable_floats(), product(rows, linear_.num_outputs()), row_stride,
-                thread.own);
+  const int num_pieces = form_.num_pieces();
+  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+    for (int i = start; phase == 0 && i < stop; ++i) {
+      const int row = i / num_pieces;
+      form_.write_piece(thread.kernels, i % num_pieces, a_.floats() + product(row, a_.size(1)),
+                        thread.common + static_cast<size_t>(row) * form_.stride());
+    }
+    if (phase == 1) {
+      linear_.run(thread.kernels, start, stop, form_.quantized() ? thread.common : a_.floats(),
+                  form_.stride(), rows, out_.writable_floats(),
+                  product(rows, linear_.num_outputs()), row_stride, thread.own);
+    }
   };
-  pool_.run({linear_.phase(pool_, rows)}, work);
+  const int pieces = form_.quantized() ? rows * num_pieces : 0;
+  pool_.run({{pieces, pool_.chunk(pieces, 1)}, linear_.phase(pool_, rows)}, work);
 }
 
 Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
@@ -270,14 +287,16 @@ void Reduce::reduce_span(int row, int rows, int start, int stop) const {
 GateUp::GateUp(Pool& pool, const Arguments& a)
     : pool_(pool),
       out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
-      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
+      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
-      up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_) {
+      up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_),
+      form_(leaves_, norm_.width(), {&gate_, &up_}) {
   require(out_.size(0) == norm_.num_rows(), "out and x have different numbers of rows");
   up_floats_ = whole_lines(product(out_.size(0), kGateUpChunk * kLanes));
-  pool.reserve(norm_.scratch_floats(),
-               up_floats_ + std::max(gate_.scratch_floats(), up_.scratch_floats()));
+  pool.reserve(form_.scratch_floats(out_.size(0)),
+               std::max(norm_.own_floats(form_),
+                        up_floats_ + std::max(gate_.scratch_floats(), up_.scratch_floats())));
 }
 
 void GateUp::run(int rows) {
@@ -285,14 +304,14 @@ void GateUp::run(int rows) {
   Phase panels = gate_.phase(pool_, rows);
   panels.chunk = std::min(panels.chunk, kGateUpChunk);
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
-    if (phase == 0) norm_.run(thread.kernels, start, stop, nullptr, thread.common);
+    if (phase == 0) norm_.run(thread, form_, start, stop, nullptr);
     if (phase == 1) run_panels(thread, rows, start, stop);
   };
   pool_.run({norm_.phase(pool_, rows), panels}, work);
 }
 
 void GateUp::run_panels(const Thread& thread, int rows, int start, int stop) const {
-  const size_t width = static_cast<size_t>(norm_.width());
+  const size_t width = form_.stride();
   const size_t out_stride = static_cast<size_t>(gate_.num_outputs());
   float* scratch = thread.own + up_floats_;
   constexpr size_t kUpStride = static_cast<size_t>(kGateUpChunk) * kLanes;
@@ -317,10 +336,12 @@ Head::Head(Pool& pool, const Arguments& a)
     : pool_(pool),
       sample_rows_(a.sample_rows, "sample_rows", Element::kInt, {kAny}),
       out_(a.out, "out", Element::kFloat, {kAny, a.num_outputs}, true),
-      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code, out_.size(0)),
+      norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
-      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_) {
-  pool.reserve(norm_.scratch_floats(), linear_.scratch_floats());
+      linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_),
+      form_(leaves_, norm_.width(), {&linear_}) {
+  pool.reserve(form_.scratch_floats(out_.size(0)),
+               std::max(norm_.own_floats(form_), linear_.scratch_floats()));
 }
 
 void Head::run(int num_sampled) {
@@ -335,11 +356,11 @@ void Head::run(int num_sampled) {
   }
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
     if (phase == 0) {
-      norm_.run(thread.kernels, start, stop, sample_rows_.ints(), thread.common);
+      norm_.run(thread, form_, start, stop, sample_rows_.ints());
     } else {
-      linear_.run(thread.kernels, start, stop, thread.common, static_cast<size_t>(norm_.width()),
-                  num_sampled, out_.writable_floats(), 0,
-                  static_cast<size_t>(linear_.num_outputs()), thread.own);
+      linear_.run(thread.kernels, start, stop, thread.common, form_.stride(), num_sampled,
+                  out_.writable_floats(), 0, static_cast<size_t>(linear_.num_outputs()),
+                  thread.own);
     }
   };
   pool_.run({norm_.phase(pool_, num_sampled), linear_.phase(pool_, num_sampled)}, work);

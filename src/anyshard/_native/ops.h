@@ -47,7 +47,7 @@ class Qkv {
  private:
   void project(const Thread& thread, int rows, int start, int stop) const;
   void place_head(const Thread& thread, int row, int head) const;
-  float* k_rows(const Thread& thread) const { return thread.common + norm_.scratch_floats(); }
+  float* k_rows(const Thread& thread) const { return thread.common + row_floats_; }
   float* v_rows(const Thread& thread) const { return k_rows(thread) + kv_floats_; }
   void norm_head(const Kernels& kernels, const Array& weight, int row, float* head) const;
 
@@ -61,6 +61,7 @@ class Qkv {
   BoundLinear q_;
   BoundLinear k_;
   BoundLinear v_;
+  RowForm form_;
   Array cosine_;
   Array sine_;
   PagedRows paged_;
@@ -70,6 +71,7 @@ class Qkv {
   float eps_;
   int32_t fault_code_;
   float q_scale_;
+  size_t row_floats_;  // of all rows that q, k and v read
   size_t kv_floats_;  // of all rows' k, before their heads are placed
 };
 
@@ -129,6 +131,7 @@ class RowLinear {
   Array a_;
   Leaves leaves_;
   BoundLinear linear_;
+  RowForm form_;
   Array out_;
 };
 
@@ -177,6 +180,7 @@ class GateUp {
   Leaves leaves_;
   BoundLinear gate_;
   BoundLinear up_;
+  RowForm form_;
   size_t up_floats_;  // of a thread's rows of up, before they meet gate's
 };
 
@@ -201,6 +205,7 @@ class Head {
   BoundNorm norm_;
   Leaves leaves_;
   BoundLinear linear_;
+  RowForm form_;
 };
 
 }  // namespace anyshard

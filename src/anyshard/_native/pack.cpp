@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "half.h"
 
@@ -77,22 +79,56 @@ bool all_finite(const float* values, int64_t count) {
   return found == 0;
 }
 
+// Columns that a row takes in memory.
+int64_t stored_columns(PyObject* panels, int64_t num_columns, int64_t group) {
+  require(group >= 0 && (group == 0 || num_columns % group == 0),
+          "group is " + std::to_string(group) + "; 0 or a divisor of num_columns is possible");
+  if (!holds_int8(panels)) return num_columns;
+  const int64_t width = group == 0 ? num_columns : group;
+  return num_columns / width * ((width + kGroup - 1) / kGroup * kGroup);
+}
+
+Packed worse(Packed a, Packed b) { return a != Packed::kFine ? a : b; }
+
+// (value + 1.5 * 2^23) - 1.5 * 2^23 is the nearest whole number, even on ties, below 2^22.
+float nearest_whole(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
+
+// q of up to 32 weights into groups of four k that lie `stride` bytes apart, and their scale.
+Packed quantize_block(const float* values, int64_t count, uint8_t* out, int64_t stride,
+                      uint8_t* scale_out) {
+  if (!all_finite(values, count)) return Packed::kNotFinite;
+  float largest = 0.0f;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(values[i]));
+  const uint32_t half = narrow_half(largest / 127.0f);
+  if (half >= 0x7c00u) return Packed::kScaleTooLarge;
+  const float scale = widen_half(half);
+  scale_out[0] = static_cast<uint8_t>(half & 0xffu);
+  scale_out[1] = static_cast<uint8_t>(half >> 8);
+  for (int64_t i = 0; i < count && scale != 0.0f; ++i) {
+    const float held = std::max(-127.0f, std::min(127.0f, values[i] / scale));
+    out[i / 4 * stride + i % 4] = static_cast<uint8_t>(static_cast<int>(nearest_whole(held)));
+  }
+  return Packed::kFine;
+}
+
 }  // namespace
 
 Packer::Packer(PyObject* panels, PyObject* source, const std::string& type, int64_t num_rows,
-               int64_t num_columns, PyObject* row_map)
-    : panels_(panels, "panels", num_columns, num_rows, true),
+               int64_t num_columns, PyObject* row_map, int64_t group)
+    : panels_(panels, "panels", stored_columns(panels, num_columns, group), num_rows, true),
       source_(source, "source", Element::kByte, {kAny}),
       row_map_(optional_array(row_map, "row_map", Element::kInt, {num_rows})),
       num_rows_(num_rows),
-      num_columns_(num_columns) {
+      num_columns_(num_columns),
+      group_(group == 0 ? num_columns : group) {
   for (const PackType& candidate : kTypes) {
     if (type == candidate.name) type_ = &candidate;
   }
   require(type_ != nullptr,
           "type '" + type + "' cannot be packed; F32, F16, BF16, Q8_0 and Q4_1 can");
-  require(panels_.storage() == Storage::kFloat32 || panels_.storage() == type_->kept,
-          "panels must be float32, or of the type that keeps the bits of " + type);
+  require(panels_.storage() == Storage::kFloat32 || panels_.storage() == Storage::kInt8 ||
+              panels_.storage() == type_->kept,
+          "panels must be float32, int8, or of the type that keeps the bits of " + type);
   require(num_columns % type_->block_columns == 0, "rows of " + std::to_string(num_columns) +
                                                        " columns are not whole blocks of " +
                                                        std::to_string(type_->block_columns));
@@ -113,14 +149,19 @@ bool Packer::run(Pool& pool) const {
   auto pack = &Packer::pack_halves;
   if (panels_.storage() == Storage::kFloat32) pack = &Packer::pack_widened;
   if (panels_.storage() == Storage::kQ8) pack = &Packer::pack_blocks;
-  std::atomic<bool> finite{true};
+  if (panels_.storage() == Storage::kInt8) pack = &Packer::pack_int8;
+  std::atomic<Packed> found{Packed::kFine};
   const int size = static_cast<int>(panels_.size(0));
   pool.run({{size, pool.chunk(size, 1)}}, [&](const Thread&, int, int start, int stop) {
     for (int panel = start; panel < stop; ++panel) {
-      if (!(this->*pack)(panel)) finite.store(false, std::memory_order_relaxed);
+      const Packed result = (this->*pack)(panel);
+      if (result != Packed::kFine) found.store(result, std::memory_order_relaxed);
     }
   });
-  return finite.load();
+  if (found.load() == Packed::kScaleTooLarge) {
+    throw std::overflow_error("a block's largest weight / 127 is beyond float16");
+  }
+  return found.load() == Packed::kFine;
 }
 
 const uint8_t* Packer::raw_row(int64_t n) const {
@@ -131,7 +172,7 @@ uint8_t* Packer::place(int64_t panel) const {
   return panels_.writable_bytes() + static_cast<size_t>(panel) * panels_.stride();
 }
 
-bool Packer::pack_widened(int64_t panel) const {
+Packed Packer::pack_widened(int64_t panel) const {
   bool finite = true;
   float rows[kLanes][kGroup] = {};
   float* out = reinterpret_cast<float*>(place(panel));
@@ -147,10 +188,10 @@ bool Packer::pack_widened(int64_t panel) const {
       for (int64_t lane = 0; lane < kLanes; ++lane) *out++ = rows[lane][k];
     }
   }
-  return finite;
+  return finite ? Packed::kFine : Packed::kNotFinite;
 }
 
-bool Packer::pack_halves(int64_t panel) const {
+Packed Packer::pack_halves(int64_t panel) const {
   const uint32_t exponent = panels_.storage() == Storage::kFloat16 ? 0x7c00u : 0x7f80u;
   bool finite = true;
   const int64_t first = panel * kLanes;
@@ -165,10 +206,10 @@ bool Packer::pack_halves(int64_t panel) const {
       out[lane] = static_cast<uint16_t>(half);
     }
   }
-  return finite;
+  return finite ? Packed::kFine : Packed::kNotFinite;
 }
 
-bool Packer::pack_blocks(int64_t pair) const {
+Packed Packer::pack_blocks(int64_t pair) const {
   bool finite = true;
   const int64_t first = pair * kQ8Outputs;
   const int64_t lanes = std::min<int64_t>(kQ8Outputs, num_rows_ - first);
@@ -186,7 +227,50 @@ bool Packer::pack_blocks(int64_t pair) const {
       }
     }
   }
-  return finite;
+  return finite ? Packed::kFine : Packed::kNotFinite;
+}
+
+// Columns of the raw row in blocks of ours; `out` is the pair's first block.
+Packed Packer::quantize_row(const uint8_t* row, uint8_t* out, int64_t lane) const {
+  constexpr int64_t kStride = 4 * kQ8Outputs;
+  const bool aligned = type_->kept == Storage::kQ8 && group_ % kGroup == 0;
+  Packed found = Packed::kFine;
+  for (int64_t head = 0; head < num_columns_; head += group_) {
+    for (int64_t at = head; at < head + group_; at += kGroup, out += kQ8Bytes) {
+      const int64_t count = std::min(kGroup, head + group_ - at);
+      uint8_t* values = out + 4 * lane;
+      uint8_t* scale = out + kQ8Values + 2 * lane;
+      const uint8_t* block = row + at / kGroup * type_->block_bytes;
+      if (aligned && std::memchr(block + 2, 0x80, kQ8Inputs) == nullptr) {
+        if ((read_half(block) & 0x7c00u) == 0x7c00u) found = Packed::kNotFinite;
+        std::memcpy(scale, block, 2);
+        for (int g = 0; g < kQ8Inputs / 4; ++g) {
+          std::memcpy(values + g * kStride, block + 2 + 4 * g, 4);
+        }
+        continue;
+      }
+      float wide[2 * kGroup];
+      const int64_t first = type_->block_columns > 1 ? at / kGroup * kGroup : at;
+      const int64_t wanted = std::min(num_columns_, at + count) - first;
+      for (int64_t done = 0; done < wanted; done += kGroup) {
+        type_->widen(row, first + done, std::min(kGroup, wanted - done), wide + done);
+      }
+      found = worse(found, quantize_block(wide + (at - first), count, values, kStride, scale));
+    }
+  }
+  return found;
+}
+
+Packed Packer::pack_int8(int64_t pair) const {
+  const int64_t first = pair * kQ8Outputs;
+  const int64_t lanes = std::min<int64_t>(kQ8Outputs, num_rows_ - first);
+  uint8_t* out = place(pair);
+  std::memset(out, 0, static_cast<size_t>(panels_.size(1)) * kQ8Bytes);
+  Packed found = Packed::kFine;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    found = worse(found, quantize_row(raw_row(first + lane), out, lane));
+  }
+  return found;
 }
 
 }  // namespace anyshard

@@ -31,6 +31,7 @@ Leaves::Leaves(PyObject* lengths, PyObject* merges, int64_t num_inputs, bool who
   merges_.assign(merge_array.ints(), merge_array.ints() + count);
   int64_t sum = 0;
   for (const int32_t length : lengths_) {
+    starts_.push_back(static_cast<int32_t>(sum));
     require(length >= 1 && length <= num_inputs, "a leaf length is " + std::to_string(length) +
                                                      "; 1 to " + std::to_string(num_inputs) +
                                                      " is possible");
@@ -48,22 +49,39 @@ bool Leaves::made_of(int inputs) const {
                      [inputs](int32_t length) { return length % inputs == 0; });
 }
 
-LeafProgram Leaves::program() const {
-  return {lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_};
+bool Leaves::fit_in(int inputs) const {
+  return std::all_of(lengths_.begin(), lengths_.end(),
+                     [inputs](int32_t length) { return length <= inputs; });
 }
+
+LeafProgram Leaves::program() const {
+  return {starts_.data(), lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_};
+}
+
+namespace {
+
+// Inputs of panels as they lie in memory: where each leaf is a block, those that pad it count.
+int64_t stored_inputs(PyObject* panels, int64_t num_inputs, const Leaves& leaves) {
+  return holds_int8(panels) ? int64_t{kQ8Inputs} * leaves.program().num_leaves : num_inputs;
+}
+
+}  // namespace
 
 BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int64_t num_inputs,
                          int64_t num_outputs, const Leaves& leaves)
-    : panels_(panels, (std::string(name) + "panels").c_str(), num_inputs, num_outputs),
+    : panels_(panels, (std::string(name) + "panels").c_str(),
+              stored_inputs(panels, num_inputs, leaves), num_outputs),
       bias_(optional_array(bias, (std::string(name) + "bias").c_str(), Element::kFloat,
                            {num_outputs})) {
   require(num_outputs <= INT_MAX / 2, std::string(name) + "panels has too many outputs");
   require(panels_.storage() != Storage::kQ8 || leaves.made_of(kQ8Inputs),
           std::string(name) + "panels are Q8_0 blocks of 32 inputs; a leaf is not made of them");
+  require(panels_.storage() != Storage::kInt8 || leaves.fit_in(kQ8Inputs),
+          std::string(name) + "panels are int8 blocks of 32 inputs; a leaf is longer");
   linear_.panels = panels_.bytes();
   linear_.panel_stride = panels_.stride();
   linear_.storage = panels_.storage();
-  linear_.num_inputs = static_cast<int>(num_inputs);
+  linear_.num_inputs = static_cast<int>(stored_inputs(panels, num_inputs, leaves));
   linear_.num_outputs = static_cast<int>(num_outputs);
   linear_.program = leaves.program();
 }
@@ -75,14 +93,48 @@ void BoundLinear::run(const Kernels& kernels, int start, int stop, const float* 
   kernels.linear(linear_, x, x_stride, num_rows, start, stop, target, scratch);
 }
 
+RowForm::RowForm(const Leaves& leaves, int64_t width,
+                 std::initializer_list<const BoundLinear*> linears)
+    : program_(leaves.program()), stride_(static_cast<size_t>(width)) {
+  int num_quantized = 0;
+  int num_others = 0;
+  for (const BoundLinear* linear : linears) {
+    if (linear->num_outputs() == 0) continue;
+    ++(linear->linear().storage == Storage::kInt8 ? num_quantized : num_others);
+  }
+  require(num_quantized == 0 || num_others == 0,
+          "panels of int8 arithmetic and of float32 arithmetic cannot be mixed");
+  quantized_ = num_quantized > 0;
+  if (quantized_) stride_ = quantized_row_floats(program_.num_leaves);
+}
+
+namespace {
+
+constexpr int kPieceLeaves = 16;
+
+}  // namespace
+
+int RowForm::num_pieces() const {
+  return (program_.num_leaves + kPieceLeaves - 1) / kPieceLeaves;
+}
+
+void RowForm::write_piece(const Kernels& kernels, int piece, const float* x, float* row) const {
+  const int start = piece * kPieceLeaves;
+  kernels.quantize(program_, start, std::min(start + kPieceLeaves, program_.num_leaves), x, row);
+}
+
+void RowForm::write(const Kernels& kernels, const float* x, float* row) const {
+  kernels.quantize(program_, 0, program_.num_leaves, x, row);
+}
+
 void mark_fault(int32_t* row_fault, int row, int32_t code) {
   if (__atomic_load_n(row_fault + row, __ATOMIC_RELAXED) == 0) {
     __atomic_store_n(row_fault + row, code, __ATOMIC_RELAXED);
   }
 }
 
-BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault, int fault_code,
-                     int64_t rows_max)
+BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault,
+                     int fault_code)
     : x_(x, "x", Element::kFloat, {kAny, kAny}),
       weight_(weight, "norm_weight", Element::kFloat, {x_.size(1)}),
       row_fault_(row_fault, "row_fault", Element::kInt, {x_.size(0)}, true),
@@ -90,16 +142,18 @@ BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fa
   require(x_.size(1) >= 1 && x_.size(1) <= INT_MAX / 8, "x has no columns");
   require(fault_code != 0, "fault_code is 0, which stands for no fault");
   norm_ = {weight_.floats(), nearest_float(eps), static_cast<int>(x_.size(1))};
-  scratch_floats_ = whole_lines(static_cast<size_t>(rows_max) * static_cast<size_t>(norm_.width));
 }
 
-void BoundNorm::run(const Kernels& kernels, int start, int stop, const int32_t* gather,
-                    float* normed) const {
+void BoundNorm::run(const Thread& thread, const RowForm& form, int start, int stop,
+                    const int32_t* gather) const {
   const size_t width = static_cast<size_t>(norm_.width);
   for (int r = start; r < stop; ++r) {
     const int row = gather != nullptr ? gather[r] : r;
     const float* x = x_.floats() + static_cast<size_t>(row) * width;
-    const bool fine = kernels.norm(norm_, x, normed + static_cast<size_t>(r) * width);
+    float* out = thread.common + static_cast<size_t>(r) * form.stride();
+    float* normed = form.quantized() ? thread.own : out;
+    const bool fine = thread.kernels.norm(norm_, x, normed);
+    if (form.quantized()) form.write(thread.kernels, normed, out);
     if (!fine) mark_fault(row_fault_.writable_ints(), row, fault_code_);
   }
 }

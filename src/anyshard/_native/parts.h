@@ -19,8 +19,11 @@ class Leaves {
   int num_nodes() const { return num_nodes_; }
   // Whether every leaf is made of whole blocks of that many inputs.
   bool made_of(int inputs) const;
+  // Whether every leaf is one block of at most so many inputs.
+  bool fit_in(int inputs) const;
 
  private:
+  std::vector<int32_t> starts_;
   std::vector<int32_t> lengths_;
   std::vector<int32_t> merges_;
   int num_nodes_ = 0;
@@ -55,22 +58,47 @@ class BoundLinear {
   Linear linear_{};
 };
 
+// How linears over the same leaves read a row: as floats, or (int8) quantised by leaf.
+class RowForm {
+ public:
+  // Throws std::invalid_argument if some of `linears` are of int8 arithmetic and some are not.
+  RowForm(const Leaves& leaves, int64_t width, std::initializer_list<const BoundLinear*> linears);
+
+  bool quantized() const { return quantized_; }
+  size_t stride() const { return stride_; }  // floats from row to row
+  size_t scratch_floats(int64_t rows) const {
+    return whole_lines(static_cast<size_t>(rows) * stride_);
+  }
+  // Pieces of a row that threads may write by themselves, and one of them.
+  int num_pieces() const;
+  void write_piece(const Kernels& kernels, int piece, const float* x, float* row) const;
+  void write(const Kernels& kernels, const float* x, float* row) const;
+
+ private:
+  LeafProgram program_;  // of the leaves given: they must stay
+  bool quantized_ = false;
+  size_t stride_;
+};
+
 // Marks a row's first fault; threads may race with the same code only.
 void mark_fault(int32_t* row_fault, int row, int32_t code);
 
 // RMSNorm of the rows of a step, before the linears of an op.
 class BoundNorm {
  public:
-  BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault, int fault_code,
-            int64_t rows_max);
+  BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault, int fault_code);
 
   int width() const { return norm_.width; }
   int num_rows() const { return static_cast<int>(x_.size(0)); }
-  // What it wants of the pool's scratch for its rows: [rows_max][width].
-  size_t scratch_floats() const { return scratch_floats_; }
+  // What it wants of a thread's own scratch, from its start.
+  size_t own_floats(const RowForm& form) const {
+    return form.quantized() ? whole_lines(static_cast<size_t>(norm_.width)) : 0;
+  }
   Phase phase(const Pool& pool, int num_rows) const { return {num_rows, pool.chunk(num_rows, 1)}; }
-  // Fills rows [start, stop) of `normed`. Row r is x[gather[r]], or x[r] if gather is null.
-  void run(const Kernels& kernels, int start, int stop, const int32_t* gather, float* normed) const;
+  // Fills rows [start, stop) of the thread's common scratch, in that form. Row r is x[gather[r]], or
+  // x[r] if gather is null.
+  void run(const Thread& thread, const RowForm& form, int start, int stop,
+           const int32_t* gather) const;
 
  private:
   Array x_;
@@ -78,7 +106,6 @@ class BoundNorm {
   Array row_fault_;
   int32_t fault_code_;
   Norm norm_;
-  size_t scratch_floats_;
 };
 
 // Where rows live in the paged cache, with the checks that keep a bad frame from reading outside.

@@ -106,6 +106,9 @@ ANYSHARD_INLINE IntVec not_less_equal(Vec a, Vec b) {
 }
 ANYSHARD_INLINE IntVec is_nan(Vec a) { return bits(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
 ANYSHARD_INLINE IntVec greater_int(IntVec a, IntVec b) { return _mm256_cmpgt_epi32(a, b); }
+ANYSHARD_INLINE IntVec max_int(IntVec a, IntVec b) { return _mm256_max_epi32(a, b); }
+ANYSHARD_INLINE IntVec min_int(IntVec a, IntVec b) { return _mm256_min_epi32(a, b); }
+ANYSHARD_INLINE IntVec absolute_int(IntVec a) { return _mm256_abs_epi32(a); }
 ANYSHARD_INLINE IntVec and_mask(IntVec a, IntVec b) { return _mm256_and_si256(a, b); }
 ANYSHARD_INLINE IntVec or_mask(IntVec a, IntVec b) { return _mm256_or_si256(a, b); }
 ANYSHARD_INLINE bool any(IntVec mask) { return _mm256_movemask_ps(_mm256_castsi256_ps(mask)) != 0; }
@@ -147,3 +150,65 @@ ANYSHARD_INLINE float largest(Vec a) {
   half = _mm_max_ss(half, _mm_shuffle_ps(half, half, 1));
   return _mm_cvtss_f32(half);
 }
+ANYSHARD_INLINE int32_t largest_int(IntVec a) {
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+  return _mm_cvtsi128_si32(half);
+}
+// Of all lanes, modulo 2^32.
+ANYSHARD_INLINE int32_t sum_int(IntVec a) {
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+  return _mm_cvtsi128_si32(half);
+}
+
+// 32 bytes, the lanes of a, b, c, d in order; each lane is within int8.
+ANYSHARD_INLINE void store_bytes(uint8_t* p, IntVec a, IntVec b, IntVec c, IntVec d) {
+  const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(mixed, order));
+}
+
+// Four bytes in every lane.
+ANYSHARD_INLINE IntVec broadcast_quad(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return _mm256_set1_epi32(word);
+}
+
+// Dots of int8: lane += the sum of its four bytes of w times the row's four bytes. The sum starts
+// from start_dot, which reads the leaf's offset where the weights are taken as w + 128.
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+using RowQuad = IntVec;
+ANYSHARD_INLINE RowQuad load_quad(const uint8_t*, const uint8_t* q) { return broadcast_quad(q); }
+ANYSHARD_INLINE IntVec start_dot(const float* offset) {
+  return broadcast_quad(reinterpret_cast<const uint8_t*>(offset));
+}
+using DotWeights = IntVec;
+ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) {
+  return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
+                          _mm256_set1_epi8(-128));
+}
+ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowQuad x) {
+  return _mm256_dpbusd_epi32(sum, w, x);
+}
+#else
+struct RowQuad {
+  __m256i magnitude, value;
+};
+ANYSHARD_INLINE RowQuad load_quad(const uint8_t* magnitude, const uint8_t* q) {
+  return {broadcast_quad(magnitude), broadcast_quad(q)};
+}
+ANYSHARD_INLINE IntVec start_dot(const float*) { return _mm256_setzero_si256(); }
+using DotWeights = IntVec;
+ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+}
+// A pair of products is at most 2 * 127 * 127, within int16, as no byte is -128.
+ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowQuad x) {
+  const __m256i pairs = _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(w, x.value));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif

@@ -152,6 +152,15 @@ ANYSHARD_INLINE IntVec is_nan(Vec a) { ANYSHARD_EACH(IntVec, -(a.lane[i] != a.la
 ANYSHARD_INLINE IntVec greater_int(IntVec a, IntVec b) {
   ANYSHARD_EACH(IntVec, -(a.lane[i] > b.lane[i]));
 }
+ANYSHARD_INLINE IntVec max_int(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]);
+}
+ANYSHARD_INLINE IntVec min_int(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]);
+}
+ANYSHARD_INLINE IntVec absolute_int(IntVec a) {
+  ANYSHARD_EACH(IntVec, a.lane[i] < 0 ? wrap(0 - word(a.lane[i])) : a.lane[i]);
+}
 ANYSHARD_INLINE IntVec and_mask(IntVec a, IntVec b) {
   ANYSHARD_EACH(IntVec, a.lane[i] & b.lane[i]);
 }
@@ -195,6 +204,44 @@ ANYSHARD_INLINE float largest(Vec a) {
   float result = a.lane[0];
   for (int i = 1; i < 8; ++i) result = a.lane[i] > result ? a.lane[i] : result;
   return result;
+}
+ANYSHARD_INLINE int32_t largest_int(IntVec a) {
+  int32_t result = a.lane[0];
+  for (int i = 1; i < 8; ++i) result = a.lane[i] > result ? a.lane[i] : result;
+  return result;
+}
+// Of all lanes, modulo 2^32.
+ANYSHARD_INLINE int32_t sum_int(IntVec a) {
+  uint32_t sum = 0;
+  for (int i = 0; i < 8; ++i) sum += word(a.lane[i]);
+  return wrap(sum);
+}
+
+// 32 bytes, the lanes of a, b, c, d in order; each lane is within int8.
+ANYSHARD_INLINE void store_bytes(uint8_t* p, IntVec a, IntVec b, IntVec c, IntVec d) {
+  for (int i = 0; i < 8; ++i) {
+    p[i] = static_cast<uint8_t>(a.lane[i]);
+    p[8 + i] = static_cast<uint8_t>(b.lane[i]);
+    p[16 + i] = static_cast<uint8_t>(c.lane[i]);
+    p[24 + i] = static_cast<uint8_t>(d.lane[i]);
+  }
+}
+
+// Dots of int8: lane += the sum of its four bytes of w times the row's four bytes.
+using RowQuad = const uint8_t*;
+ANYSHARD_INLINE RowQuad load_quad(const uint8_t*, const uint8_t* q) { return q; }
+ANYSHARD_INLINE IntVec start_dot(const float*) { return broadcast_int(0); }
+struct DotWeights {
+  const uint8_t* bytes;
+};
+ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) { return {w}; }
+ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowQuad x) {
+  for (int i = 0; i < 8; ++i) {
+    for (int k = 0; k < 4; ++k) {
+      sum.lane[i] += static_cast<int8_t>(w.bytes[4 * i + k]) * static_cast<int8_t>(x[k]);
+    }
+  }
+  return sum;
 }
 
 #undef ANYSHARD_EACH

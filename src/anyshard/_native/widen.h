@@ -35,10 +35,10 @@ ANYSHARD_INLINE IntVec q8_group(const uint8_t* w) {
   return load_int(reinterpret_cast<const int32_t*>(w));
 }
 
-// Where panel `panel` begins. Of Q8_0 panels, a pair shares its blocks.
+// Where panel `panel` begins. Of panels in blocks, a pair shares them.
 inline const uint8_t* panel_at(const Linear& linear, int panel) {
   const size_t stride = linear.panel_stride;
-  if (linear.storage != Storage::kQ8) return linear.panels + static_cast<size_t>(panel) * stride;
+  if (!in_blocks(linear.storage)) return linear.panels + static_cast<size_t>(panel) * stride;
   return linear.panels + static_cast<size_t>(panel / 2) * stride + (panel % 2) * kQ8PanelBytes;
 }
 
@@ -70,6 +70,7 @@ inline void widen_panel(const Linear& linear, int panel, float* out) {
     case Storage::kFloat16:
       return widen_lanes<Float16>(w, linear.num_inputs, out);
     case Storage::kQ8:
+    case Storage::kInt8:
       return widen_q8(w, panel % 2, linear.num_inputs, out);
     default:
       return widen_lanes<Float32>(w, linear.num_inputs, out);

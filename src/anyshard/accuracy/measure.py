@@ -26,7 +26,7 @@ from anyshard.accuracy.local import OpMeter
 from anyshard.accuracy.report import LengthFigures, LogitFigures, Manifest, Report
 from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
 from anyshard.config import ModelConfig
-from anyshard.engine import f32_profile
+from anyshard.engine import profile_of
 from anyshard.errors import CheckpointError, OptionError, UserError
 from anyshard.fidelity import tokens_sha256
 from anyshard.host import free_memory, size_text
@@ -61,13 +61,15 @@ def measure(
     threads: int = 1,
     progress: Progress | None = None,
     free_bytes: int | None = None,
+    quantization: Quantization = "none",
 ) -> Report:
     """How far the logits and every op of `model` are from float64, and beside HF if asked.
 
     model: what `open_checkpoint` takes. lengths: tokens of the text, each measured from its first
     position on, or over its `last` positions; None takes LENGTHS as far as context and text go.
     tokens: ids to run instead of the shipped text. progress(done, total) counts tokens of all
-    passes. free_bytes: the memory to use, what the system calls available if None.
+    passes. free_bytes: the memory to use, what the system calls available if None. quantization:
+    the arithmetic measured; float64 and HF take the weights as the file holds them.
 
     Raises: UserError in one sentence: no such length, no tokenizer, no memory, no transformers,
     a model that HF cannot express or that overflows float32.
@@ -82,10 +84,11 @@ def measure(
     _check_tokens(tokens, checkpoint.config)
     _check_memory(checkpoint, against=against, length=chosen[-1], free_bytes=free_bytes)
     weights = weights64(checkpoint)
-    image = build_image(checkpoint, threads=threads, kernels=kernels)
+    arithmetic = checkpoint.arithmetic(quantization)
+    image = build_image(checkpoint, threads=threads, kernels=kernels, arithmetic=arithmetic)
     with closing(image):
         return compare(
-            Served(checkpoint.config, f32_profile(), image),
+            Served(checkpoint.config, profile_of(arithmetic), image),
             Reference64(checkpoint.config, weights),
             tokens,
             lengths=chosen,

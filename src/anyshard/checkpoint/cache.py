@@ -39,6 +39,7 @@ from anyshard.checkpoint.stored_image import (
     stored_bytes_of,
     write_stored,
 )
+from anyshard.config import Arithmetic
 from anyshard.host import size_text
 from anyshard.ops import Body, choose_body
 
@@ -135,6 +136,7 @@ def load_image(
     threads: int,
     cache: ImageCache | None,
     progress: Report | None = None,
+    arithmetic: Arithmetic = "f32",
 ) -> tuple[WeightImage, str]:
     """The image of all tensors, from the cache or built (and then kept, if it is worth it).
 
@@ -145,7 +147,7 @@ def load_image(
     Held by: test_cache.py::test_a_hit_is_the_image_that_a_build_gives_and_packs_nothing.
     """
     report = progress or (lambda done, total, doing: None)
-    directory, num_bytes = image_directory(checkpoint.config, checkpoint.sources)
+    directory, num_bytes = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
 
     def build(more_bytes: int = 0) -> WeightImage:
         """`more_bytes`: those that are saved afterwards, for the bar."""
@@ -153,6 +155,7 @@ def load_image(
             checkpoint,
             threads=threads,
             progress=lambda done, total: report(done, total + more_bytes, ""),
+            arithmetic=arithmetic,
         )
 
     if cache is None or not_worth_caching(
@@ -233,9 +236,11 @@ class _Entry:
         _make_room(folder, 0, most_bytes)  # another may have saved at the same time
 
 
-def cache_problem(cache: ImageCache, checkpoint: Checkpoint, *, body: Body) -> str | None:
+def cache_problem(
+    cache: ImageCache, checkpoint: Checkpoint, *, body: Body, arithmetic: Arithmetic = "f32"
+) -> str | None:
     """Why the image of this model is not kept, or None if it is; makes and changes nothing."""
-    directory, num_bytes = image_directory(checkpoint.config, checkpoint.sources)
+    directory, num_bytes = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
     reason = not_worth_caching(
         checkpoint.sources, body=body, image_bytes=num_bytes, most_bytes=cache.most_bytes
     )

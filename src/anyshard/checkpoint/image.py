@@ -4,8 +4,10 @@ The region is an anonymous memfd, sealed after the build; `directory` says where
 lies. Any cut is an offset and a stride, so no layout ever packs again. Knows how panels lie;
 knows nothing of layouts, ranks or file formats.
 
-Weights in bf16, f16 and Q8_0 stay as the checkpoint stores them and are widened in registers; all
-other types are widened to float32 here. Shapes of panels: `ops/storage.py`.
+For float32 arithmetic, weights in bf16, f16 and Q8_0 stay as the checkpoint stores them and are
+widened in registers; all other types are widened to float32 here. For int8 arithmetic every matrix
+is quantised here, whatever it was, so that no cut decides a scale; blocks of Q8_0 are taken as they
+are where they can be. Shapes of panels: `ops/storage.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from numpy.typing import NDArray
 
 from anyshard.checkpoint.source import Checkpoint, TensorSource
 from anyshard.checkpoint.widen import TensorType
-from anyshard.config import ModelConfig
+from anyshard.config import Arithmetic, ModelConfig
 from anyshard.errors import CheckpointError
 from anyshard.host import free_memory, size_text
 from anyshard.ops import KernelChoice, load_kernels
+from anyshard.ops.quant import quantize_weights, split_blocks
 from anyshard.ops.storage import (
     LANES,
     Q8_INPUTS,
@@ -65,26 +68,36 @@ _KEPT: Final[Mapping[TensorType, Storage]] = {
     "BF16": "bfloat16",
     "Q8_0": "q8_0",
 }
-_Packer = Callable[[Panels, TensorSource], bool]
+_Packer = Callable[[Panels, TensorSource, int], bool]  # the int: ImageTensor.group
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTensor:
-    """Where one tensor lies in the region; `shape` is the logical one, [N, K] or [N]."""
+    """Where one tensor lies in the region; `shape` is the logical one, [N, K] or [N].
+
+    group: columns after which blocks of int8 begin anew, a head of o_proj; 0 elsewhere.
+    """
 
     name: str
     kind: Literal["matrix", "vector"]
     shape: tuple[int, ...]
     offset: int
     storage: Storage = "float32"
+    group: int = 0
 
     @property
     def array_shape(self) -> tuple[int, ...]:
         """Of the panels of a matrix (`ops/storage.py`), [N] for a vector."""
         if self.kind == "vector":
             return self.shape
-        return panel_shape(self.storage, *self.shape)
+        return panel_shape(self.storage, self.shape[0], self.shape[1], self.group)
+
+    @property
+    def stored_columns(self) -> int:
+        """Inputs of a matrix as it is held, those that pad a block included."""
+        blocks = self.array_shape[1] * Q8_INPUTS
+        return blocks if self.storage == "int8" else self.shape[1]
 
     @property
     def bytes(self) -> int:
@@ -142,7 +155,13 @@ class WeightImage:
 
     def matrix(self, name: str) -> NDArray[np.float32]:
         """The matrix of that name widened into a new array [N, K], for reference bodies."""
-        return unpack(self.panels(name), self.directory[name].shape[0])
+        place = self.directory[name]
+        wide = unpack(self.panels(name), place.shape[0])
+        if place.storage != "int8":
+            return wide
+        group = place.group or place.shape[1]
+        padded = wide.reshape(place.shape[0], place.shape[1] // group, -1)
+        return np.ascontiguousarray(padded[:, :, :group]).reshape(place.shape)
 
     def sha256(self) -> str:
         """Hash of directory and region, hex; computed at the first call (0.5 s a GB)."""
@@ -167,8 +186,9 @@ def build_image(
     progress: Callable[[int, int], None] | None = None,
     kernels: KernelChoice = "auto",
     free_bytes: int | None = None,
+    arithmetic: Arithmetic = "f32",
 ) -> WeightImage:
-    """Widen and pack the tensors of `names` (all if None) into a new image.
+    """Widen (or quantise) and pack the tensors of `names` (all if None) into a new image.
 
     `progress(bytes done, bytes in all)` is called after each tensor. Every body of `kernels`
     packs the same bytes; "reference" is the NumPy one, on one thread. `free_bytes` is the memory
@@ -181,7 +201,7 @@ def build_image(
     if threads < 1:
         raise ValueError(f"threads is {threads}; at least 1 is needed")
     wanted = checkpoint.sources if names is None else {n: checkpoint.sources[n] for n in names}
-    directory, num_bytes = image_directory(checkpoint.config, wanted)
+    directory, num_bytes = image_directory(checkpoint.config, wanted, arithmetic)
     pack = _packer(kernels, threads)
 
     def fill(region: NDArray[np.uint8], fd: int) -> None:
@@ -226,7 +246,9 @@ def sealed_image(
 
 
 def image_directory(
-    config: ModelConfig, sources: Mapping[str, TensorSource]
+    config: ModelConfig,
+    sources: Mapping[str, TensorSource],
+    arithmetic: Arithmetic = "f32",
 ) -> tuple[dict[str, ImageTensor], int]:
     """Where each tensor will lie, in order, and the bytes of the region (whole pages)."""
     directory: dict[str, ImageTensor] = {}
@@ -239,14 +261,22 @@ def image_directory(
             kind="matrix" if is_matrix else "vector",
             shape=source.shape,
             offset=-(-end // alignment) * alignment,
-            storage=_storage(config, source) if is_matrix else "float32",
+            storage=_storage(config, source, arithmetic) if is_matrix else "float32",
+            group=config.head_dim if arithmetic == "int8" and _is_of_heads(name) else 0,
         )
         end = directory[name].offset + directory[name].bytes
     return directory, max(1, -(-end // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _storage(config: ModelConfig, source: TensorSource) -> Storage:
+def _is_of_heads(name: str) -> bool:
+    """Whether the inputs of a tensor are made of heads."""
+    return name.rsplit(".", 1)[-1] == "o"
+
+
+def _storage(config: ModelConfig, source: TensorSource, arithmetic: Arithmetic) -> Storage:
     """As stored, where the kernels read it; blocks are also widened where a head would cut one."""
+    if arithmetic == "int8":
+        return "int8"
     kept = _KEPT.get(source.type, "float32")
     cut = {"q": Q8_OUTPUTS, "k": Q8_OUTPUTS, "v": Q8_OUTPUTS, "o": Q8_INPUTS}
     unit = cut.get(source.name.rsplit(".", 1)[-1], 1)
@@ -271,7 +301,13 @@ def _fill(
             target[:] = source.read()
             finite = bool(np.isfinite(target).all())
         else:
-            finite = pack(target, source)
+            try:
+                finite = pack(target, source, place.group)
+            except OverflowError:
+                raise CheckpointError(
+                    f"{path}: tensor {source.file_name!r} ({name}) has weights beyond what int8 "
+                    "blocks with float16 scales can hold, 8.3 million; take --quantization none"
+                ) from None
         source.release()
         if not finite:
             raise CheckpointError(
@@ -295,64 +331,103 @@ def _packer(choice: KernelChoice, threads: int) -> _Packer:
         kind: str,
         shape: tuple[int, ...],
         row_map: NDArray[np.int32] | None,
+        group: int,
     ) -> bool:
-        finite: bool = kernels.module.pack_panels(kernels.pool, target, raw, kind, *shape, row_map)
+        finite: bool = kernels.module.pack_panels(
+            kernels.pool, target, raw, kind, *shape, row_map, group
+        )
         return finite
 
-    def pack(target: Panels, source: TensorSource) -> bool:
+    def pack(target: Panels, source: TensorSource, group: int) -> bool:
         if source.type in NATIVE_TYPES:
-            return pack_raw(target, source.raw, source.type, source.shape, source.row_map)
-        finite = True
-        for panel, rows in _widened(source, threads):
-            raw, stop = rows.view(np.uint8).reshape(-1), panel + -(-len(rows) // LANES)
-            finite = pack_raw(target[panel:stop], raw, "F32", rows.shape, None) and finite
+            return pack_raw(target, source.raw, source.type, source.shape, source.row_map, group)
+        finite, lanes = True, _lanes(target)
+        for start, rows in _widened(source, threads):
+            raw = rows.view(np.uint8).reshape(-1)
+            part = target[start // lanes : -(-(start + len(rows)) // lanes)]
+            finite = pack_raw(part, raw, "F32", rows.shape, None, group) and finite
         return finite
 
     return pack
 
 
 def _widened(source: TensorSource, threads: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """(first panel, rows widened by NumPy) in order; at most `threads` pieces exist at a time."""
+    """(first row, rows widened by NumPy) in order; at most `threads` pieces exist at a time.
+
+    Pieces are whole panels, of blocks too.
+    """
     num_rows, num_columns = source.shape
-    step = max(1, _CHUNK_BYTES // (num_columns * 4 * LANES)) * LANES
+    step = max(1, _CHUNK_BYTES // (num_columns * 4 * Q8_OUTPUTS)) * Q8_OUTPUTS
     starts = range(0, num_rows, step)
     with ThreadPoolExecutor(threads) as pool:  # NumPy's loops run without the GIL
         for first in range(0, len(starts), threads):
             batch = starts[first : first + threads]
             pieces = pool.map(lambda n: source.read_rows(n, min(n + step, num_rows)), batch)
-            yield from zip((start // LANES for start in batch), pieces, strict=True)
+            yield from zip(batch, pieces, strict=True)
 
 
-def _pack_numpy(target: Panels, source: TensorSource) -> bool:
+def _lanes(target: Panels) -> int:
+    """Outputs of a panel, or of a block."""
+    return Q8_OUTPUTS if target.dtype in (np.uint8, np.int8) else LANES
+
+
+def _pack_numpy(target: Panels, source: TensorSource, group: int) -> bool:
     """Pack into `target`; True if every weight is finite."""
     num_rows, num_columns = source.shape
-    outputs = Q8_OUTPUTS if target.dtype == np.uint8 else LANES
+    outputs = _lanes(target)
     step = max(1, _CHUNK_BYTES // (num_columns * 4 * outputs))
     finite = True
     for panel in range(0, len(target), step):
         start, stop = panel * outputs, min((panel + step) * outputs, num_rows)
-        packed, all_finite = _packed_rows(source, start, stop, target.dtype)
+        packed, all_finite = _packed_rows(source, start, stop, target.dtype, group)
         target[panel : panel + len(packed)] = packed
         finite = finite and all_finite
     return finite
 
 
 def _packed_rows(
-    source: TensorSource, start: int, stop: int, dtype: np.dtype[Any]
+    source: TensorSource, start: int, stop: int, dtype: np.dtype[Any], group: int
 ) -> tuple[NDArray[Any], bool]:
     """Rows start:stop as panels of `dtype`, and whether every weight in them is finite."""
+    if dtype == np.int8:
+        return _quantized_rows(source, start, stop, group)
     if dtype == np.float32:
         rows = source.read_rows(start, stop)
         return pack_lanes(rows), bool(np.isfinite(rows).all())
     stored = source.stored_rows(start, stop)
     if dtype == np.uint8:
-        blocks = stored.reshape(stop - start, -1, Q8_INPUTS + 2)
-        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
-        values = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(stop - start, -1)
-        return pack_q8_0(values, scales), bool(np.isfinite(scales).all())
+        q, scales = _stored_blocks(stored)
+        return pack_q8_0(q.reshape(stop - start, -1), scales), bool(np.isfinite(scales).all())
     halves = np.ascontiguousarray(stored).view("<u2")
     exponent = 0x7C00 if dtype == np.float16 else 0x7F80
     return pack_lanes(halves.view(dtype)), bool((halves & exponent != exponent).all())
+
+
+def _stored_blocks(stored: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """q [rows, B, 32] and scales [rows, B] of Q8_0 rows as stored."""
+    blocks = stored.reshape(len(stored), -1, Q8_INPUTS + 2)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
+    return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8), scales
+
+
+def _quantized_rows(
+    source: TensorSource, start: int, stop: int, group: int
+) -> tuple[NDArray[np.int8], bool]:
+    """The same for int8: a block of Q8_0 stays, unless it holds -128 or a head would cut it."""
+    rows = source.read_rows(start, stop)
+    if not np.isfinite(rows).all():
+        return np.zeros((-(-len(rows) // Q8_OUTPUTS), 0, 0), np.int8), False
+    width = group or rows.shape[1]
+    heads = rows.reshape(-1, width)
+    lengths = [min(Q8_INPUTS, width - at) for at in range(0, width, Q8_INPUTS)]
+    q, scales = quantize_weights(split_blocks(heads, lengths))
+    q, scales = q.reshape(len(rows), -1, Q8_INPUTS), scales.reshape(len(rows), -1)
+    if source.type == "Q8_0" and width % Q8_INPUTS == 0:
+        stored_q, stored_scales = _stored_blocks(source.stored_rows(start, stop))
+        stays = (stored_q != -128).all(axis=2)
+        q = np.where(stays[:, :, None], stored_q, q)
+        scales = np.where(stays, stored_scales, scales)
+    return pack_q8_0(q.reshape(len(rows), -1), scales).view(np.int8), True
 
 
 def _advise_huge(mapped: mmap.mmap) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.widen import BLOCK, TensorType, widen
-from anyshard.config import ModelConfig
+from anyshard.config import Arithmetic, ModelConfig, Quantization
 from anyshard.errors import CheckpointError
 
 __all__ = [
@@ -105,6 +105,14 @@ class Checkpoint:
     config: ModelConfig
     sources: Mapping[str, TensorSource]
     tokenizer_material: TokenizerMaterial | None
+
+    def arithmetic(self, quantization: Quantization) -> Arithmetic:
+        """What is asked for; of `auto`, int8 if any matrix is stored in blocks with scales."""
+        if quantization == "auto":
+            matrices = [source for source in self.sources.values() if len(source.shape) == 2]
+            in_blocks = any(BLOCK[source.type][0] > 1 for source in matrices)
+            return "int8" if in_blocks else "f32"
+        return "int8" if quantization == "int8" else "f32"
 
     def tensors(self) -> Mapping[str, TensorSource]:
         """Canonical name to source, in the order of `config.tensor_shapes()`."""

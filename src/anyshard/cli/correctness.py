@@ -5,18 +5,23 @@ Knows flags and what a terminal shows; what is measured is `anyshard.accuracy`'s
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from anyshard.cli.screen import Bar, tell
 from anyshard.errors import DifferenceFound
 from anyshard.host import read_memory
+
+if TYPE_CHECKING:
+    from anyshard.config import Quantization
 
 __all__ = ["Against", "tell_accuracy"]
 
 Against = Literal["float64", "hf"]
 
 
-def tell_accuracy(model: str | None, against: Against, *, as_json: bool) -> int:
+def tell_accuracy(
+    model: str | None, against: Against, *, quantization: Quantization, as_json: bool
+) -> int:
     """Measure, print the tables or the JSON; exit code 4 if HF is over twice as near.
 
     Raises: UserError, for what cannot be measured.
@@ -28,6 +33,7 @@ def tell_accuracy(model: str | None, against: Against, *, as_json: bool) -> int:
         report = measure(
             model,
             against=against,
+            quantization=quantization,
             progress=lambda done, total: bar.update(done, total, f"against {against}"),
             free_bytes=None if memory is None else memory[1],
         )

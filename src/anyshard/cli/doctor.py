@@ -197,13 +197,14 @@ def _missing_in(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts:
     """The model, its cuts, and the memory that it needs. Raises: LayoutError, OptionError."""
     from anyshard.checkpoint import image_directory
-    from anyshard.engine import f32_profile
+    from anyshard.engine import profile_of
     from anyshard.model import program
 
-    config, profile = checkpoint.config, f32_profile()
+    config = checkpoint.config
+    profile = profile_of(checkpoint.arithmetic(split.quantization))
     layout = layout_of(config, profile, split)
     limit = context_limit(config, split, default=DEFAULT_LIMIT)
-    directory, _ = image_directory(config, checkpoint.sources)
+    directory, _ = image_directory(config, checkpoint.sources, profile.arithmetic)
     storage = {name: place.storage for name, place in directory.items()}
     programs = [
         program(config, profile, layout, rank, storage=storage) for rank in range(layout.world)

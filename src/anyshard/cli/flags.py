@@ -37,7 +37,7 @@ Flag = Parameter(negative="")
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SplitFlags:
-    """How the model is split and run; none of it changes a bit."""
+    """How the model is split and run; only --quantization changes a bit."""
 
     tensor_parallel_size: Annotated[
         int | None, Parameter(name=["--tensor-parallel-size", "-tp", "--tp"])
@@ -59,6 +59,8 @@ class SplitFlags:
     "Ranks as processes over shared memory (auto, shm) or Gloo (torch), or as threads."
     kernels: Literal["auto", "avx2", "scalar", "reference"] = "auto"
     "Kernel bodies; all have the same bits. auto takes the fastest here."
+    quantization: Literal["auto", "none", "int8"] = "auto"
+    "Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised."
     max_model_len: int | None = None
     "Tokens that prompt and answer may hold together; by default what is asked for (chat: 4096)."
     max_num_seqs: int | None = None

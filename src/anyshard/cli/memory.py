@@ -107,7 +107,8 @@ def memory_need(
         prompt_logits=prompt_logits,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
-    _, weights = image_directory(checkpoint.config, checkpoint.sources)
+    arithmetic = programs[0].profile.arithmetic
+    _, weights = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
     return MemoryNeed(
         weights=weights,
         kv=sum(kv_bytes(each, tokens=tokens) for each in programs) * num_seqs,

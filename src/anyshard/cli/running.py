@@ -102,11 +102,12 @@ def open_model(
     Raises: UserError for what cannot be opened, or cut that way.
     """
     from anyshard.checkpoint import open_checkpoint
-    from anyshard.engine import f32_profile
+    from anyshard.engine import profile_of
     from anyshard.model import program
 
     memory = read_memory()
-    checkpoint, profile = open_checkpoint(_local(model, flags)), f32_profile()
+    checkpoint = open_checkpoint(_local(model, flags))
+    profile = profile_of(checkpoint.arithmetic(flags.quantization))
     layout = layout_of(checkpoint.config, profile, flags)
     return Opened(
         flags=flags,
@@ -162,6 +163,7 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
         threads=len(os.sched_getaffinity(0)),
         cache=cache,
         record=opened.record,
+        arithmetic=opened.profile.arithmetic,
     )
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):

@@ -132,6 +132,7 @@ def verify(
     prompt_tokens: int | None = None,
     tokens: int | None = None,
     in_process: Annotated[bool, Parameter(negative="")] = False,
+    quantization: Literal["auto", "none", "int8"] = "auto",
     deadline: Annotated[float | None, Parameter(show_env_var=False)] = None,
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -156,6 +157,8 @@ def verify(
         Decode steps after the prompt, one token each, 8 by default.
     in_process
         Run ranks as threads of this process instead of forked processes.
+    quantization
+        Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised.
     deadline
         Seconds without a sign of life after which a rank counts as lost, 30 by default.
     against
@@ -175,10 +178,13 @@ def verify(
         ) if is_used]  # fmt: skip
         if used:
             raise OptionError(f"--against {against} runs no cells, so {used[0]} has no place there")
-        return tell_accuracy(model, against, as_json=json_output)
-    return _Verify(
-        model, cells, prompt_tokens, tokens, in_process, deadline, json_output, report
-    ).run()
+        return tell_accuracy(model, against, quantization=quantization, as_json=json_output)
+    flags = SplitFlags(
+        comm="threads" if in_process else "shm",
+        deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
+        quantization=quantization,
+    )
+    return _Verify(model, cells, flags, prompt_tokens, tokens, json_output, report).run()
 
 
 class _Verify:
@@ -187,25 +193,21 @@ class _Verify:
     def __init__(
         self,
         model: str | None,
-        flags: GridFlags,
+        cells: GridFlags,
+        flags: SplitFlags,
         prompt_tokens: int | None,
         tokens: int | None,
-        in_process: bool,
-        deadline: float | None,
         as_json: bool,
         report: str | None,
     ) -> None:
         in_range("prompt-tokens", prompt_tokens, 1, 1 << 16)
         in_range("tokens", tokens, 1, 1 << 12)
-        self.flags = SplitFlags(
-            comm="threads" if in_process else "shm",
-            deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
-        )
+        self.flags = flags
         self._unsaid: AnyshardError | None = None
         self.path, self.as_json = model, as_json
         self.report = None if report is None else _report_target(report)
-        self.grid, self.lists = flags.grid or "quick", flags.lists()
-        self.asked_prompt, self.in_process = prompt_tokens, in_process
+        self.grid, self.lists = cells.grid or "quick", cells.lists()
+        self.asked_prompt, self.in_process = prompt_tokens, flags.comm == "threads"
         self.tokens = DEFAULT_TOKENS if tokens is None else tokens
 
     def run(self) -> int:

@@ -26,7 +26,10 @@ def weights_sha256(image: WeightImage, *, threads: int, kernels: KernelChoice = 
     """
     body = load_kernels(kernels, threads=threads, spin=False)
     whole = hashlib.sha256()
-    widest = max(place.shape[-1] for place in image.directory.values())
+    widest = max(
+        place.stored_columns if place.kind == "matrix" else place.shape[0]
+        for place in image.directory.values()
+    )
     keys = digest_keys(widest + KEY_PADDING)
     try:
         for name, place in sorted(image.directory.items()):
@@ -35,7 +38,7 @@ def weights_sha256(image: WeightImage, *, threads: int, kernels: KernelChoice = 
             else:
                 rows = np.zeros(place.shape[0], np.uint64)
                 panels = image.panels(name)
-                body.module.digest_panels(body.pool, panels, keys, place.shape[1], rows)
+                body.module.digest_panels(body.pool, panels, keys, place.stored_columns, rows)
             whole.update(json.dumps([name, place.shape]).encode())
             whole.update(rows.astype("<u8").tobytes())
     finally:

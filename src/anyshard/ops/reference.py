@@ -31,7 +31,8 @@ from anyshard.ops.exact import (
     pow2,
     silu,
 )
-from anyshard.ops.storage import Panels, unpack
+from anyshard.ops.quant import int8_nodes
+from anyshard.ops.storage import Panels, unpack, unpack_blocks
 
 __all__ = [
     "Attention",
@@ -86,6 +87,24 @@ def mark(faults_M: I32, bad_M: npt.NDArray[np.bool_], fault_code: int) -> None:
     faults_M[bad_M & (faults_M == 0)] = fault_code
 
 
+class Nodes:
+    """The nodes of a linear over the leaves given, in the arithmetic of its panels."""
+
+    def __init__(self, panels: Panels, num_outputs: int, leaf_lengths: I32, merges: I32) -> None:
+        self.leaf_lengths = [int(n) for n in leaf_lengths]
+        self.merges = [int(n) for n in merges]
+        self.is_int8 = panels.dtype == np.int8
+        if self.is_int8:
+            self.q_NBk, self.scale_NB = unpack_blocks(panels, np.arange(num_outputs))
+        else:
+            self.weight_NK = unpack(panels, num_outputs)
+
+    def __call__(self, x_MK: F32) -> F32:
+        if self.is_int8:
+            return int8_nodes(x_MK, self.q_NBk, self.scale_NB, self.leaf_lengths, self.merges)
+        return linear_nodes(x_MK, self.weight_NK, self.leaf_lengths, self.merges)
+
+
 class Linear:
     """A column-parallel linear inside another op: whole sums, bias after the tree."""
 
@@ -97,15 +116,13 @@ class Linear:
         leaf_lengths: I32,
         merges: I32,
     ) -> None:
-        self.weight_NK = None if panels is None else unpack(panels, num_outputs)
+        self.nodes = None if panels is None else Nodes(panels, num_outputs, leaf_lengths, merges)
         self.bias = bias
-        self.leaf_lengths = [int(n) for n in leaf_lengths]
-        self.merges = [int(n) for n in merges]
 
     def __call__(self, x_MK: F32) -> F32:
-        if self.weight_NK is None:
+        if self.nodes is None:
             return np.zeros((x_MK.shape[0], 0), np.float32)
-        y_MN: F32 = linear_nodes(x_MK, self.weight_NK, self.leaf_lengths, self.merges)[0]
+        y_MN: F32 = self.nodes(x_MK)[0]
         return y_MN if self.bias is None else y_MN + self.bias
 
 
@@ -120,7 +137,7 @@ class Embed:
         tokens = self.tokens[:rows]
         if rows and not (tokens.min() >= 0 and tokens.max() < self.vocab):
             raise ValueError(f"a token id is outside 0..{self.vocab - 1}")
-        self.out[:rows] = unpack(self.panels, tokens)
+        self.out[:rows] = unpack(self.panels, tokens)[:, : self.out.shape[1]]
 
 
 class Qkv:
@@ -309,13 +326,12 @@ class RowLinear:
         merges: I32,
         out: F32,
     ) -> None:
-        self.a, self.weight_NK, self.out = a, unpack(panels, num_outputs), out
-        self.leaf_lengths = [int(n) for n in leaf_lengths]
-        self.merges = [int(n) for n in merges]
+        self.a, self.out = a, out
+        self.nodes = Nodes(panels, num_outputs, leaf_lengths, merges)
 
     def run(self, rows: int) -> None:
         """Write [nodes][rows][N], packed, to the front of out."""
-        nodes = linear_nodes(self.a[:rows], self.weight_NK, self.leaf_lengths, self.merges)
+        nodes = self.nodes(self.a[:rows])
         self.out[: nodes.size] = nodes.reshape(-1)
 
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint, build_image
 from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
-from anyshard.config import ModelConfig, Profile
-from anyshard.engine import f32_profile
+from anyshard.config import Arithmetic, ModelConfig, Profile
+from anyshard.engine import profile_of
 from anyshard.launcher import (
     EpochSizes,
     Progress,
@@ -73,10 +73,13 @@ class Step:
     logits: F32
 
 
-def served(checkpoint: Checkpoint, *, kernels: KernelChoice = "auto") -> Served:
+def served(
+    checkpoint: Checkpoint, *, kernels: KernelChoice = "auto", arithmetic: Arithmetic = "f32"
+) -> Served:
     """A checkpoint as the launcher loads it, on all cores."""
-    image = build_image(checkpoint, threads=len(os.sched_getaffinity(0)), kernels=kernels)
-    return Served(checkpoint.config, f32_profile(), image)
+    threads = len(os.sched_getaffinity(0))
+    image = build_image(checkpoint, threads=threads, kernels=kernels, arithmetic=arithmetic)
+    return Served(checkpoint.config, profile_of(arithmetic), image)
 
 
 class Shape(Protocol):

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from anyshard.binder import Binder
+from anyshard.config import Arithmetic
 from anyshard.launcher import Seat
 from anyshard.model import Op, Program, Sum
 from anyshard.ops.exact import F32, I32
@@ -63,11 +64,20 @@ class AlteredOps:
         return self._classes.get(name) or getattr(self._module, name)
 
 
-def naive_sum(num_k: int, parts: int) -> Sum:
-    """K in `parts` equal shares, each one running chain; the partials added left to right.
+def naive_sum(leaf_lengths: Sequence[int], parts: int, arithmetic: Arithmetic = "f32") -> Sum:
+    """K in `parts` equal shares, each summed from left to right; the partials the same way.
 
-    Equal up to a block of 32, which no chain may cut where weights are held as Q8_0.
+    In float32 a share is one chain, equal up to a block of 32, which no chain may cut where weights
+    are held as Q8_0. In int8 a block has its own scale: shares are of the leaves there are.
     """
+    if arithmetic == "int8":
+        count = len(leaf_lengths)
+        starts = {count * part // parts for part in range(parts)}
+        merges = [0 if leaf in starts else 1 for leaf in range(count)]
+        for last in sorted(start - 1 for start in (*starts, count) if start > 0)[1:]:
+            merges[last] += 1  # a share but the first joins what is left of it
+        return Sum(tuple(leaf_lengths), tuple(merges))
+    num_k = sum(leaf_lengths)
     unit = 32 if num_k >= 32 * parts else 1
     bounds = [num_k * part // parts // unit * unit for part in range(parts)] + [num_k]
     lengths = tuple(high - low for low, high in pairwise(bounds) if high > low)
@@ -79,15 +89,14 @@ def naive_program(program: Program, *, parts: int) -> Program:
 
     parts: shares of a rank's K, so that two ranks also make more than two partials.
     """
-    return replace(program, ops=tuple(_naive_op(op, parts) for op in program.ops))
+    arithmetic = program.profile.arithmetic
+    return replace(program, ops=tuple(_naive_op(op, parts, arithmetic) for op in program.ops))
 
 
-def _naive_op(op: Op, parts: int) -> Op:
-    here = sum(op.sum.leaf_lengths)
-    if op.kind in ROW_PARALLEL:
-        return replace(op, sum=naive_sum(here, parts))
+def _naive_op(op: Op, parts: int, arithmetic: Arithmetic) -> Op:
     if op.kind in SUMS:
-        return replace(op, sum=naive_sum(here, 1))
+        shares = parts if op.kind in ROW_PARALLEL else 1
+        return replace(op, sum=naive_sum(op.sum.leaf_lengths, shares, arithmetic))
     if not op.sum.nodes_per_rank:
         return op
     nodes = tuple(min(1, count) for count in op.sum.nodes_per_rank)
@@ -150,8 +159,9 @@ class SplitByThread(Worker):
     def build_program(self, served: Served, rank: int) -> Program:
         """With other sums."""
         whole = super().build_program(served, rank)
+        shares, arithmetic = self.plan.threads, whole.profile.arithmetic
         ops = tuple(
-            replace(op, sum=naive_sum(sum(op.sum.leaf_lengths), self.plan.threads))
+            replace(op, sum=naive_sum(op.sum.leaf_lengths, shares, arithmetic))
             if op.kind in SUMS
             else op
             for op in naive_program(whole, parts=1).ops
@@ -165,9 +175,11 @@ class SplitByRowsBinder(Binder):
     def bind(self, op: Op) -> Run:
         if op.kind not in SUMS:
             return super().bind(op)
-        num_k = sum(op.sum.leaf_lengths)
+        lengths, arithmetic = op.sum.leaf_lengths, self.w.program.profile.arithmetic
         one, two, four = (
-            super(SplitByRowsBinder, self).bind(replace(op, sum=naive_sum(num_k, parts)))
+            super(SplitByRowsBinder, self).bind(
+                replace(op, sum=naive_sum(lengths, parts, arithmetic))
+            )
             for parts in (1, 2, 4)
         )
 

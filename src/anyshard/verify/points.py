@@ -208,7 +208,8 @@ class _Walk:
         """How the row came into the stage: looked up, or from the stage before."""
         x_in, tp = self.replay.x_in, self.layout.tp
         if self.stage == 0:
-            row = unpack(self.served.image.panels("embed"), self.truth["token"])[0]
+            table = self.served.image.panels("embed")
+            row = unpack(table, self.truth["token"])[0, : self.served.config.hidden]
             for rank in self.programs:
                 note = self._table(rank)
                 yield self._residual("embed", rank, "trail", row, rows=0, note=note)

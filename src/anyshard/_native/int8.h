@@ -1,0 +1,126 @@
+// Linear layers in int8: blocks of 16 outputs x 32 k against rows that were quantised by leaf.
+//
+// A leaf is float(exact int32 dot) * (weight scale * row scale), then the tree, as in float32. One
+// tile serves all row counts: without VNNI a panel of int16 or float weights, made once for many
+// rows, wins nothing (research: 32 rows and more, a tie).
+#pragma once
+
+#include "quantize.h"
+#include "tile.h"
+
+// Rows x Pairs blocks of 16 outputs: each pair is a stream of its own.
+template <int Rows, int Pairs>
+struct Int8Tile {
+  static constexpr int kVectors = 2 * Pairs;
+  using T = Tile<Rows, kVectors>;
+  using RowIndices = typename T::RowIndices;
+  using PairIndices = typename CountTo<Pairs>::type;
+  using VectorIndices = typename T::PanelIndices;
+
+  // Four k of a block.
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void step(IntVec (&acc)[T::kSize], const uint8_t* const (&w)[Pairs],
+                                   const uint8_t* const (&x)[Rows], int group, Sequence<R...> rows,
+                                   Sequence<V...>) {
+    const RowQuad quad[Rows] = {
+        load_quad(x[R] + 4 * group, x[R] + kQ8Inputs + 4 * group)...};
+    (vector_step<V>(acc, dot_weights(w[V / 2] + (2 * group + V % 2) * 32), quad, rows), ...);
+  }
+  template <int V, int... R>
+  static ANYSHARD_INLINE void vector_step(IntVec (&acc)[T::kSize], DotWeights w,
+                                          const RowQuad (&quad)[Rows], Sequence<R...>) {
+    ((acc[R * kVectors + V] = add_dot(acc[R * kVectors + V], w, quad[R])), ...);
+  }
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void start(IntVec (&acc)[T::kSize], const float* const (&offsets)[Rows],
+                                    int leaf, Sequence<R...>, Sequence<V...> vectors) {
+    (start_row<R>(acc, start_dot(offsets[R] + leaf), vectors), ...);
+  }
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void start_row(IntVec (&acc)[T::kSize], IntVec value, Sequence<V...>) {
+    ((acc[Row * kVectors + V] = value), ...);
+  }
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void scale_row(Vec (&sum)[T::kSize], const IntVec (&acc)[T::kSize],
+                                        const Vec (&scales)[kVectors], Vec row_scale,
+                                        Sequence<V...>) {
+    ((sum[Row * kVectors + V] =
+          mul(to_float(acc[Row * kVectors + V]), mul(scales[V], row_scale))),
+     ...);
+  }
+
+  template <int... R, int... P, int... V>
+  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows, Sequence<P...> pairs,
+                                  Sequence<V...> vectors) {
+    const LeafProgram& program = work.program;
+    const int num_leaves = program.num_leaves;
+    const ptrdiff_t ahead = work.ahead.bytes;
+    float* stack = work.stack;
+    const QuantizedRow row[Rows] = {quantized_row(work.x + R * work.x_stride, num_leaves)...};
+    const uint8_t* x[Rows] = {row[R].values...};
+    const float* scale[Rows] = {row[R].scales...};
+    const float* offsets[Rows] = {row[R].offsets...};
+    const uint8_t* w[Pairs] = {(work.span.weights + P * work.span.stride)...};
+    for (int leaf = 0; leaf < num_leaves; ++leaf) {
+      IntVec acc[T::kSize];
+      start(acc, offsets, leaf, rows, vectors);
+      for (int group = 0; group < kQ8Inputs / kQ8Group; group += 2) {
+        if (ahead != 0) (__builtin_prefetch(w[P] + ahead + 64 * (group / 2 * 2), 0, 2), ...);
+        step(acc, w, x, group, rows, vectors);
+        if (ahead != 0) (__builtin_prefetch(w[P] + ahead + 64 * (group / 2 * 2 + 1), 0, 2), ...);
+        step(acc, w, x, group + 1, rows, vectors);
+      }
+      const Vec scales[kVectors] = {load_float16(w[V / 2] + kQ8Values + V % 2 * 2 * kLanes)...};
+      Vec sum[T::kSize];
+      (scale_row<R>(sum, acc, scales, broadcast(scale[R][leaf]), vectors), ...);
+      stack = T::close_leaf(sum, program.merges[leaf], stack);
+      T::advance(x, static_cast<ptrdiff_t>(kRowLeafBytes), rows);
+      Tile<Rows, Pairs>::advance(w, kQ8Bytes, pairs);
+    }
+  }
+
+  static __attribute__((noinline)) void leaves(const TileWork& work) {
+    run(work, RowIndices{}, PairIndices{}, VectorIndices{});
+  }
+};
+
+// [rows - 1][pairs - 1]
+constexpr int kMostPairs = 4;
+constexpr TileFunction kInt8Tiles[4][kMostPairs] = {
+    {Int8Tile<1, 1>::leaves, Int8Tile<1, 2>::leaves, Int8Tile<1, 3>::leaves,
+     Int8Tile<1, 4>::leaves},
+    {Int8Tile<2, 1>::leaves, Int8Tile<2, 2>::leaves, nullptr, nullptr},
+    {Int8Tile<3, 1>::leaves, nullptr, nullptr, nullptr},
+    {Int8Tile<4, 1>::leaves, nullptr, nullptr, nullptr},
+};
+
+// Rows x panels [panel_start, panel_stop), in whole pairs: what is computed beyond is not written.
+inline void linear_int8(const Linear& args, const float* x, size_t x_stride, int num_rows,
+                        int panel_start, int panel_stop, const Target& target) {
+  alignas(32) float stack[static_cast<size_t>(kMaxDepth) * kMaxTile * kLanes];
+  const int group = panel_group(Storage::kInt8, num_rows) / 2;
+  const ptrdiff_t stride = static_cast<ptrdiff_t>(args.panel_stride);
+  const int pair_stop = (panel_stop + 1) / 2;
+  for (int first_row = 0; first_row < num_rows; first_row += kRowBlock) {
+    const int rows = num_rows - first_row < kRowBlock ? num_rows - first_row : kRowBlock;
+    const int num_tiles = (rows + 3) / 4;
+    for (int pair = panel_start / 2; pair < pair_stop;) {
+      const int rest = pair_stop - pair;
+      const int count = rest < group ? rest : group;
+      const uint8_t* weights = args.panels + pair * stride;
+      const PanelSpan span{weights, stride, 0, Storage::kInt8, 2 * pair, 2 * count, 0};
+      for (int tile = 0; tile < num_tiles; ++tile) {
+        const int row = first_row + rows_before(tile, num_tiles, rows);
+        const int tile_rows = first_row + rows_before(tile + 1, num_tiles, rows) - row;
+        kInt8Tiles[tile_rows - 1][count - 1]({args.program,
+                                              x + static_cast<size_t>(row) * x_stride,
+                                              static_cast<ptrdiff_t>(x_stride),
+                                              span,
+                                              {0, 0},
+                                              stack});
+        emit(args, target, stack, row, tile_rows, 2 * pair, 2 * count, panel_start, panel_stop);
+      }
+      pair += count;
+    }
+  }
+}
