@@ -27,7 +27,7 @@ BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # the machine, and what is missing there
 MEASURED = re.compile(
     r" +\d+\.\d  +\d+\.\d\d$|\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+"
-    r"|\b(avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n"
+    r"|\b(vnni|avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n"
     r"|anyshard [\d.]+ · .*$"
     r"|^(machine|kernels|memory|installed|demo model|model|cache) {2,}\S.*$"
     r"|\d+(\.\d+)? [kG]B|\s+what is missing, and what to type:(?s:.*)",

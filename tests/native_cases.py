@@ -58,3 +58,14 @@ def differing(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 def pool(body: str, threads: int = 1, *, spin: bool = False) -> Any:
     return native.Pool(threads, body, spin)
+
+
+def quantised(kind: str, rng: np.random.Generator, rows: int, columns: int) -> tuple[Any, F32]:
+    """Raw rows as a checkpoint holds them, and their values as `gguf` widens them."""
+    gguf = pytest.importorskip("gguf")
+    weight = (0.02 * rng.standard_normal((rows, columns))).astype(np.float32)
+    if kind == "F16":
+        return weight.astype(np.float16).view(np.uint8), weight.astype(np.float16).astype("f4")
+    type_ = gguf.GGMLQuantizationType[kind]
+    raw = gguf.quants.quantize(weight, type_)
+    return raw, gguf.quants.dequantize(raw, type_)

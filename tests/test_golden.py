@@ -14,7 +14,7 @@ import pytest
 from golden import make
 
 from anyshard.config import LEAF
-from anyshard.engine import f32_profile
+from anyshard.engine import f32_profile, int8_profile
 from anyshard.ops import Body, Kernels, available_bodies, exact, native_module
 
 BODIES = [
@@ -48,9 +48,11 @@ def test_silu_of_the_op_is_silu_of_the_primitives() -> None:
 def test_the_vectors_are_of_this_profile() -> None:
     assert LEAF == 64, "another leaf is another profile: write the vectors again"
     assert make.profile_sha256() == f32_profile().sha256()
+    assert make.profile_sha256("int8") == int8_profile().sha256()
     for name in ("primitives", *make.OPS):
         text = (make.HERE / f"{name}.json").read_text("utf-8")
-        assert json.loads(text)[make.PROFILE_KEY] == f32_profile().sha256()
+        profile = int8_profile() if name == "int8" else f32_profile()
+        assert json.loads(text)[make.PROFILE_KEY] == profile.sha256()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from native_cases import (
     needs_native,
     panels,
     pool,
+    quantised,
 )
 
 from anyshard.ops import reference
@@ -300,17 +301,6 @@ def test_every_op_has_the_bits_of_float32_panels(
                 assert differing(twins[key], value) == 0, ("reference", key)
 
 
-def quantised(kind: str, rng: np.random.Generator, rows: int, columns: int) -> tuple[Any, F32]:
-    """Raw rows as a checkpoint holds them, and their values as `gguf` widens them."""
-    gguf = pytest.importorskip("gguf")
-    weight = (0.02 * rng.standard_normal((rows, columns))).astype(np.float32)
-    if kind == "F16":
-        return weight.astype(np.float16).view(np.uint8), weight.astype(np.float16).astype("f4")
-    type_ = gguf.GGMLQuantizationType[kind]
-    raw = gguf.quants.quantize(weight, type_)
-    return raw, gguf.quants.dequantize(raw, type_)
-
-
 def empty_panels(kind: str, rows: int, columns: int) -> Stored:
     if kind == "Q8_0":
         return np.full((-(-rows // 16), columns // 32, 544), 0xFF, np.uint8)
@@ -373,7 +363,7 @@ def test_what_is_not_finite_is_reported(bad: float, place: int) -> None:
     ("weights", "num_inputs", "lengths", "message"),
     [
         (np.zeros((1, 64, 8)), 64, [64], "panels must be of float32, float16, uint16"),
-        (np.zeros((1, 64, 8), np.int8), 64, [64], "its format is 'b'"),
+        (np.zeros((1, 64, 8), np.int16), 64, [64], "its format is 'h'"),
         (np.zeros((1, 2, 544), np.uint8), 70, [64, 6], "70 inputs are not whole blocks"),
         (np.zeros((1, 2, 544), np.uint8), 64, [48, 16], "a leaf is not made of them"),
         (np.zeros((1, 64, 8), np.uint8), 64, [64], r"panels has shape \[1, 64, 8\]; \[1, 2, 544\]"),

@@ -48,14 +48,14 @@ __all__ = [
     "sources_sha256",
 ]
 
-Body = Literal["avx2", "scalar"]
+Body = Literal["vnni", "avx2", "scalar"]
 PackType = Literal["F32", "F16", "BF16", "Q8_0", "Q4_1"]
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
-Panels = npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8]
+Panels = npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8 | np.int8]
 
 sources_sha256: str
 """Of the sources that it was built from, as cli/stale.py computes it."""
@@ -311,11 +311,13 @@ def pack_panels(
     num_rows: int,
     num_columns: int,
     row_map: I32 | None = None,
+    group: int = 0,
 ) -> bool:
     """Pack raw rows; whether all values are finite.
 
     Into float32 panels, widened as the `gguf` package does; or as they are, F16 into float16,
-    BF16 into uint16, Q8_0 into blocks. Row n of the panels is raw row row_map[n]; lanes past
+    BF16 into uint16, Q8_0 into blocks; or any into int8, quantised in blocks that begin anew after
+    every `group` columns (0: never). Row n of the panels is raw row row_map[n]; lanes past
     num_rows are +0.
     """
 

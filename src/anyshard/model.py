@@ -250,7 +250,8 @@ def program(
     """The ops of one rank for one step of any number of rows.
 
     `storage`: how the image holds tensors, by name; float32 where it says nothing, and int8 in that
-    arithmetic. It decides byte counts only. `record` adds ops that hash what the others write; it changes none of them.
+    arithmetic. It decides byte counts only. `record` adds ops that hash what the others write; it
+    changes none of them.
 
     Held by: test_model.py (every weight element is owned once per stage; layouts tile).
     """

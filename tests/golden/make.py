@@ -22,14 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.widen import BLOCK, TensorType, widen
-from anyshard.config import Profile
+from anyshard.config import INT8_LEAF, Profile
 from anyshard.layout import Tree
 from anyshard.ops import exact
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.digest import digest_keys
 from anyshard.ops.rope import rope_table
-from anyshard.ops.storage import pack_lanes
+from anyshard.ops.quant import quantize_weights, split_blocks
+from anyshard.ops.storage import pack_lanes, pack_q8_0
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -67,9 +68,11 @@ def packed(weight_NK: F32) -> F32:
     return np.ascontiguousarray(rows.reshape(-1, 8, k).transpose(0, 2, 1))
 
 
-def leaves(k: int, span: tuple[int, int] | None = None) -> tuple[I32, I32, int, int]:
-    """leaf_lengths, merges, first k, last k of a span of the tree over k, leaves of 64."""
-    lengths = tuple(min(64, k - start) for start in range(0, k, 64))
+def leaves(
+    k: int, span: tuple[int, int] | None = None, *, leaf: int = 64
+) -> tuple[I32, I32, int, int]:
+    """leaf_lengths, merges, first k, last k of a span of the tree over k."""
+    lengths = tuple(min(leaf, k - start) for start in range(0, k, leaf))
     return tree_span(Tree(lengths, (len(lengths),)), span or (0, len(lengths)))
 
 
@@ -405,6 +408,63 @@ SCALES: Mapping[TensorType, tuple[int, ...]] = {
 }  # fmt: skip
 
 
+def int8(module: Any, pool: Any) -> dict[str, F32 | I32]:
+    """The int8 profile: rows and weights quantised, sums of every shape, an embedding row.
+
+    Rows hold halves of a step, subnormals, zeros, a huge leaf, and one leaf that is not finite.
+    """
+    found: dict[str, F32 | I32] = {}
+    heads = Tree((32, 32, 16) * 5, (3,) * 5)  # head_dim 80
+    cases = {
+        "whole k=150 n=19": (150, 19, 0, leaves(150, leaf=32)),
+        "span 3..11 of 18 blocks": (576, 5, 0, leaves(576, (3, 11), leaf=32)),
+        "heads 1..4 of 5, d=80": (400, 8, 80, tree_span(heads, (3, 12))),
+    }
+    for stream, (name, (k, n, group, (lengths, merges, low, high))) in enumerate(cases.items()):
+        rows = 6
+        x = hashed(160 + stream, rows, k)
+        x[1] = np.rint(x[1] * np.float32(40)) / np.float32(2)
+        x[1, ::16] = 127
+        x[2] *= np.float32(2.0**-140)
+        x[3, : k // 2] = -0.0
+        x[4] *= np.float32(2.0**100)
+        x[5, k // 2] = np.inf
+        weight = hashed(170 + stream, n, k)
+        weight[0] = np.rint(weight[0] * np.float32(40)) / np.float32(2)
+        weight[0, ::16] = -127
+        weight[1] *= np.float32(2.0**-20)
+        weight[2] = 0
+        panels = int8_panels(module, pool, weight, group)
+        found[f"packed {name}"] = panels[:, ::3].reshape(-1).view(np.int32)[::5].copy()
+        index, here = np.cumsum([0, *block_lengths(k, group)]), slice(low, high)
+        cut = panels[:, int(np.searchsorted(index, low)) : int(np.searchsorted(index, high))]
+        out = zeros((len(lengths) - int(merges.sum())) * rows * n)
+        a = np.ascontiguousarray(x[:, here])
+        module.RowLinear(pool, a, cut, n, lengths, merges, out).run(rows)
+        found[name] = out.view(np.int32) & np.where(np.isnan(out), 0x7FC00000, -1).astype(np.int32)
+    table, embedded = int8_panels(module, pool, hashed(180, 21, 70), 0), zeros(3, 70)
+    module.Embed(pool, table, 21, np.array([0, 16, 20], np.int32), embedded).run(3)
+    found["embedded"] = embedded
+    return found
+
+
+def block_lengths(k: int, group: int) -> list[int]:
+    """Inputs of each block of a row."""
+    width = group or k
+    return [min(32, width - at) for at in range(0, width, 32)] * (k // width)
+
+
+def int8_panels(module: Any, pool: Any, weight_NK: F32, group: int) -> NDArray[np.int8]:
+    """Packed by the module, or by the reference where it packs nothing."""
+    n, k = weight_NK.shape
+    pack = getattr(module, "pack_panels", None)
+    q, scale = quantize_weights(split_blocks(weight_NK, block_lengths(k, group)))
+    panels = pack_q8_0(q.reshape(n, -1), scale).view(np.int8)
+    if pack is not None:
+        pack(pool, panels, weight_NK.view(np.uint8).reshape(-1), "F32", n, k, None, group)
+    return panels
+
+
 def primitives() -> dict[str, F32 | I32]:
     """The elementary functions of `ops.exact`, and the RoPE table; no body but the reference."""
     negative = -np.abs(hashed(130, 40, binades=7))
@@ -435,6 +495,7 @@ OPS: Mapping[str, Callable[..., Mapping[str, NDArray[Any]]]] = {
     "exp2_in_attention": exp2_in_attention,
     "gate_up": gate_up,
     "head": head,
+    "int8": int8,
     "linear": linear,
     "qkv": qkv,
     "reduce": reduce,
@@ -454,9 +515,12 @@ def texts(found: Mapping[str, NDArray[Any]]) -> Vectors:
     }
 
 
-def profile_sha256() -> str:
-    """The profile that the code computes."""
-    return Profile(constants_sha256=constants_sha256()).sha256()
+def profile_sha256(name: str = "") -> str:
+    """The profile that the code computes, of the vectors of that name."""
+    constants = constants_sha256()
+    if name == "int8":
+        return Profile(arithmetic="int8", leaf=INT8_LEAF, constants_sha256=constants).sha256()
+    return Profile(constants_sha256=constants).sha256()
 
 
 def stored(name: str, folder: Path = HERE) -> Vectors:
@@ -465,7 +529,7 @@ def stored(name: str, folder: Path = HERE) -> Vectors:
     Raises: ValueError if the file is of another profile than the code computes.
     """
     loaded = json.loads((folder / f"{name}.json").read_text("utf-8"))
-    of, here = loaded.pop(PROFILE_KEY, "none"), profile_sha256()
+    of, here = loaded.pop(PROFILE_KEY, "none"), profile_sha256(name)
     if of != here:
         raise ValueError(
             f"{name}.json is of profile {of[:12]}, but the code computes {here[:12]}; vectors of "
@@ -479,17 +543,17 @@ def write(name: str, made: Vectors, folder: Path = HERE) -> None:
 
     Raises: ValueError if one that is there would change.
     """
-    path = folder / f"{name}.json"
-    if path.exists() and json.loads(path.read_text("utf-8")).get(PROFILE_KEY) == profile_sha256():
+    path, of = folder / f"{name}.json", profile_sha256(name)
+    if path.exists() and json.loads(path.read_text("utf-8")).get(PROFILE_KEY) == of:
         old = stored(name, folder)
         changed = [key for key, row in old.items() if made.get(key) != row]
         if changed:
             raise ValueError(
                 f"{name}.json: {', '.join(changed)} would change under profile "
-                f"{profile_sha256()[:12]}; other bits are another profile (docs/builds.md, What "
+                f"{of[:12]}; other bits are another profile (docs/builds.md, What "
                 "changes bits)"
             )
-    rows = {PROFILE_KEY: profile_sha256(), **made}
+    rows = {PROFILE_KEY: of, **made}
     lines = [f" {json.dumps(key)}: {json.dumps(row)}" for key, row in rows.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 

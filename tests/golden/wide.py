@@ -17,6 +17,7 @@ from golden.make import (
     NATIVE_TYPES,
     faults,
     hashed,
+    int8_panels,
     leaves,
     packed,
     raw_blocks,
@@ -289,6 +290,27 @@ def functions(module: Any, pool: Any, **body: str) -> Found:
     return found
 
 
+def int8s(module: Any, pool: Any) -> Found:
+    """int8 of every size and number of rows; from every stored type, heads of 48 or none."""
+    found: Found = {}
+    for place, (n, k) in enumerate(SIZES):
+        panels = int8_panels(module, pool, hashed(680 + place, n, k), 0)
+        x = hashed(690 + place, max(ROWS), k)
+        lengths, merges, _, _ = leaves(k, leaf=32)
+        for rows in ROWS:
+            out = zeros(rows * n)
+            module.RowLinear(pool, x[:rows], panels, n, lengths, merges, out).run(rows)
+            found[f"{n}x{k} rows {rows}"] = out
+    for number, kind in enumerate(NATIVE_TYPES):
+        columns, num_bytes = BLOCK[kind]
+        raw = raw_blocks(700 + number, 37, 96 // columns, num_bytes, kind).reshape(-1)
+        for group, blocks in ((0, 3), (48, 4)):
+            kept = np.zeros((3, blocks, 544), np.int8)
+            module.pack_panels(pool, kept, raw, kind, 37, 96, None, group)
+            found[f"{kind} by {group}"] = kept.view(np.int32)
+    return found
+
+
 def packing(module: Any, pool: Any) -> Found:
     """Stored types into float32 panels and into panels of their own; rows by a map."""
     found: Found = {}
@@ -335,6 +357,7 @@ SETS = {
     "every_row": every_row,
     "functions": functions,
     "gate_up": gate_ups,
+    "int8": int8s,
     "linear": linears,
     "marks": marks,
     "norm_and_head": norms_and_heads,

@@ -110,6 +110,8 @@ class Call {
     return result;
   }
 
+  bool is_done() const { return taken_ == arguments_.size(); }
+
   const std::string name;
   std::list<PyObject> arrays;  // in the order of the file
 
@@ -217,7 +219,9 @@ bool pack(Call& call, Pool& pool) {
   const std::string type = call.text();
   const int64_t num_rows = call.integer();
   const int64_t num_columns = call.integer();
-  return Packer(panels, source, type, num_rows, num_columns, call.object()).run(pool);
+  PyObject* row_map = call.object();
+  const int64_t group = call.is_done() ? 0 : call.integer();
+  return Packer(panels, source, type, num_rows, num_columns, row_map, group).run(pool);
 }
 
 // What a function returns: an index and a value, or zeros; ops return nothing. Braces take the

@@ -109,8 +109,9 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
                                   " outputs are asked for");
     return;
   }
-  constexpr const char* kTypes = 
-      "float32, float16, uint16 (bfloat16), uint8 (Q8_0 blocks) or int8 (blocks of int8 arithmetic)";
+  constexpr const char* kTypes =
+      "float32, float16, uint16 (bfloat16), uint8 (Q8_0 blocks) or int8 (blocks of int8 "
+      "arithmetic)";
   acquire(object, name, kTypes, writable);
   const std::string formats = "fHeBb";
   const size_t type = formats.find(format());

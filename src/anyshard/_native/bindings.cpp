@@ -192,7 +192,7 @@ void exp_into(nb::object x, nb::object out, const std::string& body) {
 }
 
 bool pack_panels(Pool& pool, nb::object panels, nb::object source, const std::string& type,
-                int64_t num_rows, int64_t num_columns, nb::object row_map, int64_t group) {
+                 int64_t num_rows, int64_t num_columns, nb::object row_map, int64_t group) {
   const Packer packer(panels.ptr(), source.ptr(), type, num_rows, num_columns, row_map.ptr(),
                       group);
   const nb::gil_scoped_release release;

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "digest.h"
 #include "elementary.h"
+#include "int8.h"
 #include "linear.h"
 #include "norm.h"
 #include "reduce.h"
@@ -12,17 +13,7 @@
 #include "silu.h"
 #include "widen.h"
 
-constexpr Kernels kTable = {norm,
-                            quantize,
-                            linear,
-                            silu_product,
-                            rope,
-                            attention_stripe,
-                            attention_merge,
-                            attention_finish,
-                            reduce,
-                            exp_into,
-                            argmax,
-                            gumbel_argmax,
-                            digest,
-                            digest_panel};
+constexpr Kernels kTable = {
+    norm,     quantize,         linear,          linear_int8,      silu_product,
+    rope,     attention_stripe, attention_merge, attention_finish, reduce,
+    exp_into, argmax,           gumbel_argmax,   digest,           digest_panel};

@@ -7,6 +7,7 @@
 
 #include "quantize.h"
 #include "tile.h"
+#include "widen.h"
 
 // Rows x Pairs blocks of 16 outputs: each pair is a stream of its own.
 template <int Rows, int Pairs>
@@ -22,8 +23,7 @@ struct Int8Tile {
   static ANYSHARD_INLINE void step(IntVec (&acc)[T::kSize], const uint8_t* const (&w)[Pairs],
                                    const uint8_t* const (&x)[Rows], int group, Sequence<R...> rows,
                                    Sequence<V...>) {
-    const RowQuad quad[Rows] = {
-        load_quad(x[R] + 4 * group, x[R] + kQ8Inputs + 4 * group)...};
+    const RowQuad quad[Rows] = {load_quad(x[R] + 4 * group, x[R] + kQ8Inputs + 4 * group)...};
     (vector_step<V>(acc, dot_weights(w[V / 2] + (2 * group + V % 2) * 32), quad, rows), ...);
   }
   template <int V, int... R>
@@ -44,8 +44,7 @@ struct Int8Tile {
   static ANYSHARD_INLINE void scale_row(Vec (&sum)[T::kSize], const IntVec (&acc)[T::kSize],
                                         const Vec (&scales)[kVectors], Vec row_scale,
                                         Sequence<V...>) {
-    ((sum[Row * kVectors + V] =
-          mul(to_float(acc[Row * kVectors + V]), mul(scales[V], row_scale))),
+    ((sum[Row * kVectors + V] = mul(to_float(acc[Row * kVectors + V]), mul(scales[V], row_scale))),
      ...);
   }
 

@@ -139,10 +139,12 @@ struct Kernels {
   bool (*norm)(const Norm&, const float* x, float* out);
   // Leaves [start, stop) of a row as int8 linears read it, into quantized_row_floats() floats.
   void (*quantize)(const LeafProgram&, int start, int stop, const float* x, float* row);
-  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats. x: rows of floats, or
-  // (kInt8) quantised; x_stride is in floats either way.
+  // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats.
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
                  int panel_stop, const Target&, float* scratch);
+  // The same in int8 arithmetic: x are quantised rows, x_stride floats apart.
+  void (*linear_int8)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
+                      int panel_stop, const Target&);
   // gate = SiLU(gate) * up
   void (*silu_product)(float* gate, const float* up, int count);
   // One head: out = rope(x), times scale if it is not null. out may be x.
@@ -192,6 +194,7 @@ inline size_t linear_scratch(const Linear& linear) {
 extern const Kernels kScalarKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
+extern const Kernels kVnniKernels;  // AVX2's, but for linear_int8
 #endif
 
 }  // namespace anyshard

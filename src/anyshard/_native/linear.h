@@ -9,34 +9,6 @@
 
 constexpr ptrdiff_t kLineBytes = 4 * kLineFloats;
 
-// Panels [first, first + count) as they stand in memory.
-struct PanelSpan {
-  const uint8_t* weights;
-  ptrdiff_t stride;  // bytes between panels (pairs of them, kQ8)
-  size_t length;     // bytes of a panel (a pair of them, kQ8)
-  Storage storage;
-  int first;
-  int count;
-  ptrdiff_t next;  // bytes to the group that this thread computes next, or 0
-};
-
-// What a tile asks memory for while it computes: that many of the cache lines in each four k,
-// `bytes` after its own weights.
-struct Ahead {
-  ptrdiff_t bytes;
-  int lines;
-};
-
-// All leaves of a tile; the nodes that are left stand at the bottom of `stack`.
-struct TileWork {
-  const LeafProgram& program;
-  const float* x;
-  ptrdiff_t x_stride;
-  const PanelSpan& span;
-  Ahead ahead;
-  float* stack;
-};
-
 // Panels of 8 outputs at each k.
 template <typename Weights, int Rows, int Panels>
 struct LaneTile {
@@ -165,7 +137,6 @@ struct Q8Tile {
   }
 };
 
-using TileFunction = void (*)(const TileWork&);
 using TileTable = TileFunction[4][4];
 
 // [rows - 1][panels - 1]; three and four rows take at most three panels (16 registers).
@@ -201,39 +172,6 @@ inline TileFunction tile_of(Storage storage, int rows, int panels) {
 inline bool widens_first(Storage storage, int num_rows) {
   if (storage == Storage::kFloat32) return false;
   return !kWidensInTiles || num_rows >= (storage == Storage::kQ8 ? kManyRowsQ8 : kManyRows);
-}
-
-// Stack entries [0, num_nodes) of a tile go to their rows and outputs, those of panels [start, stop).
-inline void emit(const Linear& linear, const Target& target, const float* stack, int row,
-                 int num_rows, int panel, int num_panels, int start, int stop) {
-  for (int node = 0; node < linear.program.num_nodes; ++node) {
-    for (int r = 0; r < num_rows; ++r) {
-      float* out = target.out + static_cast<size_t>(node) * target.node_stride +
-                   static_cast<size_t>(row + r) * target.row_stride;
-      for (int p = 0; p < num_panels; ++p) {
-        if (panel + p < start || panel + p >= stop) continue;
-        const int n = (panel + p) * kLanes;
-        const int rest = linear.num_outputs - n;
-        const int entry = (node * num_rows + r) * num_panels + p;
-        Vec value = load(stack + entry * kLanes);
-        float* place = out + (n - target.first_output);
-        if (rest >= kLanes) {
-          if (target.bias != nullptr) value = add(value, load(target.bias + n));
-          store(place, value);
-        } else {
-          if (target.bias != nullptr) {
-            value = add(value, load_partial(target.bias + n, rest));
-          }
-          store_partial(place, value, rest);
-        }
-      }
-    }
-  }
-}
-
-// Rows of tile number `tile` when `num_rows` are dealt as evenly as possible to `num_tiles`.
-inline int rows_before(int tile, int num_tiles, int num_rows) {
-  return static_cast<int>(static_cast<int64_t>(tile) * num_rows / num_tiles);
 }
 
 // Panels up to this long are short streams: the hardware has hardly learnt one when it ends.
@@ -298,13 +236,8 @@ inline PanelSpan widened_span(const Linear& linear, int first, int count, float*
           0};
 }
 
-#include "int8.h"
-
 inline void linear(const Linear& args, const float* x, size_t x_stride, int num_rows,
                    int panel_start, int panel_stop, const Target& target, float* scratch) {
-  if (args.storage == Storage::kInt8) {
-    return linear_int8(args, x, x_stride, num_rows, panel_start, panel_stop, target);
-  }
   const bool widen = widens_first(args.storage, num_rows);
   const int group = panel_group(widen ? Storage::kFloat32 : args.storage, num_rows);
   for (int row = 0; row < num_rows; row += kRowBlock) {

@@ -105,9 +105,8 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
   row_floats_ = form_.scratch_floats(q_out_.size(0));
   kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
-  pool.reserve(row_floats_ + 2 * kv_floats_,
-               std::max({norm_.own_floats(form_), q_.scratch_floats(), k_.scratch_floats(),
-                         v_.scratch_floats()}));
+  pool.reserve(row_floats_ + 2 * kv_floats_, std::max({norm_.own_floats(form_), q_.scratch_floats(),
+                                                       k_.scratch_floats(), v_.scratch_floats()}));
 }
 
 void Qkv::run(int rows) {
@@ -319,11 +318,9 @@ void GateUp::run_panels(const Thread& thread, int rows, int start, int stop) con
     const int last = std::min(stop, start + kGateUpChunk);
     const int first = start * kLanes;
     const Target gate_target{out_.writable_floats(), 0, out_stride, 0, gate_.bias()};
-    thread.kernels.linear(gate_.linear(), thread.common, width, rows, start, last, gate_target,
-                          scratch);
+    gate_.run(thread.kernels, start, last, thread.common, width, rows, gate_target, scratch);
     const Target up_target{thread.own, 0, kUpStride, first, up_.bias()};
-    thread.kernels.linear(up_.linear(), thread.common, width, rows, start, last, up_target,
-                          scratch);
+    up_.run(thread.kernels, start, last, thread.common, width, rows, up_target, scratch);
     const int count = std::min(gate_.num_outputs(), last * kLanes) - first;
     for (int row = 0; row < rows; ++row) {
       float* gate = out_.writable_floats() + product(row, gate_.num_outputs()) + first;

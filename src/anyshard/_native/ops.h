@@ -72,7 +72,7 @@ class Qkv {
   int32_t fault_code_;
   float q_scale_;
   size_t row_floats_;  // of all rows that q, k and v read
-  size_t kv_floats_;  // of all rows' k, before their heads are placed
+  size_t kv_floats_;   // of all rows' k, before their heads are placed
 };
 
 // Each row attends to keys 0..position of its slot.

@@ -55,7 +55,8 @@ bool Leaves::fit_in(int inputs) const {
 }
 
 LeafProgram Leaves::program() const {
-  return {starts_.data(), lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()), num_nodes_};
+  return {starts_.data(), lengths_.data(), merges_.data(), static_cast<int>(lengths_.size()),
+          num_nodes_};
 }
 
 namespace {
@@ -87,10 +88,19 @@ BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int
 }
 
 void BoundLinear::run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
+                      int num_rows, const Target& target, float* scratch) const {
+  if (linear_.storage == Storage::kInt8) {
+    kernels.linear_int8(linear_, x, x_stride, num_rows, start, stop, target);
+  } else {
+    kernels.linear(linear_, x, x_stride, num_rows, start, stop, target, scratch);
+  }
+}
+
+void BoundLinear::run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
                       int num_rows, float* out, size_t node_stride, size_t row_stride,
                       float* scratch) const {
   const Target target{out, node_stride, row_stride, 0, bias()};
-  kernels.linear(linear_, x, x_stride, num_rows, start, stop, target, scratch);
+  run(kernels, start, stop, x, x_stride, num_rows, target, scratch);
 }
 
 RowForm::RowForm(const Leaves& leaves, int64_t width,
@@ -114,9 +124,7 @@ constexpr int kPieceLeaves = 16;
 
 }  // namespace
 
-int RowForm::num_pieces() const {
-  return (program_.num_leaves + kPieceLeaves - 1) / kPieceLeaves;
-}
+int RowForm::num_pieces() const { return (program_.num_leaves + kPieceLeaves - 1) / kPieceLeaves; }
 
 void RowForm::write_piece(const Kernels& kernels, int piece, const float* x, float* row) const {
   const int start = piece * kPieceLeaves;
@@ -133,8 +141,7 @@ void mark_fault(int32_t* row_fault, int row, int32_t code) {
   }
 }
 
-BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault,
-                     int fault_code)
+BoundNorm::BoundNorm(PyObject* x, PyObject* weight, double eps, PyObject* row_fault, int fault_code)
     : x_(x, "x", Element::kFloat, {kAny, kAny}),
       weight_(weight, "norm_weight", Element::kFloat, {x_.size(1)}),
       row_fault_(row_fault, "row_fault", Element::kInt, {x_.size(0)}, true),

@@ -48,6 +48,9 @@ class BoundLinear {
   }
   // What it wants of a thread's own scratch.
   size_t scratch_floats() const { return whole_lines(linear_scratch(linear_)); }
+  // Panels [start, stop) to where the target says.
+  void run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
+           int num_rows, const Target& target, float* scratch) const;
   // Panels [start, stop) of out[node][row][n].
   void run(const Kernels& kernels, int start, int stop, const float* x, size_t x_stride,
            int num_rows, float* out, size_t node_stride, size_t row_stride, float* scratch) const;
@@ -95,8 +98,8 @@ class BoundNorm {
     return form.quantized() ? whole_lines(static_cast<size_t>(norm_.width)) : 0;
   }
   Phase phase(const Pool& pool, int num_rows) const { return {num_rows, pool.chunk(num_rows, 1)}; }
-  // Fills rows [start, stop) of the thread's common scratch, in that form. Row r is x[gather[r]], or
-  // x[r] if gather is null.
+  // Fills rows [start, stop) of the thread's common scratch, in that form. Row r is x[gather[r]],
+  // or x[r] if gather is null.
   void run(const Thread& thread, const RowForm& form, int start, int stop,
            const int32_t* gather) const;
 

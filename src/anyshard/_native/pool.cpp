@@ -271,6 +271,9 @@ std::vector<std::string> available_bodies() {
   std::vector<std::string> names;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+      names.push_back("vnni");
+    }
     names.push_back("avx2");
   }
 #endif
@@ -284,6 +287,7 @@ const Kernels& kernels_of(const std::string& body) {
   for (const std::string& name : names) {
     if (name != wanted) continue;
 #if defined(__x86_64__)
+    if (name == "vnni") return kVnniKernels;
     if (name == "avx2") return kAvx2Kernels;
 #endif
     return kScalarKernels;

@@ -58,9 +58,8 @@ inline void quantize(const LeafProgram& program, int start, int stop, const floa
   float* scales = row + static_cast<size_t>(program.num_leaves) * kRowLeafBytes / sizeof(float);
   float* offsets = scales + program.num_leaves;
   for (int leaf = start; leaf < stop; ++leaf) {
-    const QuantizedLeaf made =
-        quantize_leaf(x + program.starts[leaf], program.lengths[leaf],
-                      values + static_cast<size_t>(leaf) * kRowLeafBytes);
+    const QuantizedLeaf made = quantize_leaf(x + program.starts[leaf], program.lengths[leaf],
+                                             values + static_cast<size_t>(leaf) * kRowLeafBytes);
     const int32_t offset = -128 * made.sum;
     scales[leaf] = made.scale;
     __builtin_memcpy(offsets + leaf, &offset, sizeof offset);

@@ -1,4 +1,5 @@
-// Register tiles: Rows x Panels vectors of 8 outputs, and the stack of open tree nodes.
+// Register tiles: Rows x Panels vectors of 8 outputs, the stack of open tree nodes, and where what
+// is left of it goes.
 //
 // Accumulators are named through compile time indices: gcc 12 keeps an array that a plain loop
 // indexes in memory, and stores it at every k (27 instead of 68 GFLOP/s). Held by:
@@ -63,3 +64,67 @@ struct Tile {
     return stack + kEntry;
   }
 };
+
+// Panels [first, first + count) as they stand in memory.
+struct PanelSpan {
+  const uint8_t* weights;
+  ptrdiff_t stride;  // bytes between panels (pairs of them, kQ8)
+  size_t length;     // bytes of a panel (a pair of them, kQ8)
+  Storage storage;
+  int first;
+  int count;
+  ptrdiff_t next;  // bytes to the group that this thread computes next, or 0
+};
+
+// What a tile asks memory for while it computes: that many of the cache lines in each four k,
+// `bytes` after its own weights.
+struct Ahead {
+  ptrdiff_t bytes;
+  int lines;
+};
+
+// All leaves of a tile; the nodes that are left stand at the bottom of `stack`.
+struct TileWork {
+  const LeafProgram& program;
+  const float* x;
+  ptrdiff_t x_stride;
+  const PanelSpan& span;
+  Ahead ahead;
+  float* stack;
+};
+
+using TileFunction = void (*)(const TileWork&);
+
+// Stack entries [0, num_nodes) of a tile go to their rows and outputs, those of panels [start,
+// stop).
+inline void emit(const Linear& linear, const Target& target, const float* stack, int row,
+                 int num_rows, int panel, int num_panels, int start, int stop) {
+  for (int node = 0; node < linear.program.num_nodes; ++node) {
+    for (int r = 0; r < num_rows; ++r) {
+      float* out = target.out + static_cast<size_t>(node) * target.node_stride +
+                   static_cast<size_t>(row + r) * target.row_stride;
+      for (int p = 0; p < num_panels; ++p) {
+        if (panel + p < start || panel + p >= stop) continue;
+        const int n = (panel + p) * kLanes;
+        const int rest = linear.num_outputs - n;
+        const int entry = (node * num_rows + r) * num_panels + p;
+        Vec value = load(stack + entry * kLanes);
+        float* place = out + (n - target.first_output);
+        if (rest >= kLanes) {
+          if (target.bias != nullptr) value = add(value, load(target.bias + n));
+          store(place, value);
+        } else {
+          if (target.bias != nullptr) {
+            value = add(value, load_partial(target.bias + n, rest));
+          }
+          store_partial(place, value, rest);
+        }
+      }
+    }
+  }
+}
+
+// Rows of tile number `tile` when `num_rows` are dealt as evenly as possible to `num_tiles`.
+inline int rows_before(int tile, int num_tiles, int num_rows) {
+  return static_cast<int>(static_cast<int64_t>(tile) * num_rows / num_tiles);
+}

@@ -25,7 +25,7 @@ from anyshard.accuracy.forced import CHUNK, forced_logits, query_factor
 from anyshard.accuracy.local import OpMeter
 from anyshard.accuracy.report import LengthFigures, LogitFigures, Manifest, Report
 from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
-from anyshard.config import ModelConfig
+from anyshard.config import ModelConfig, Quantization
 from anyshard.engine import profile_of
 from anyshard.errors import CheckpointError, OptionError, UserError
 from anyshard.fidelity import tokens_sha256

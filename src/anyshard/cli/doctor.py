@@ -105,6 +105,7 @@ def _kernels(split: SplitFlags) -> Facts:
 
     bodies, body = available_bodies(), choose_body(split.kernels)
     reasons = {
+        "vnni": "the CPU has AVX2, FMA, and AVX-512 VNNI for int8",
         "avx2": "the CPU has AVX2 and FMA",
         "scalar": "the CPU has no AVX2 with FMA",
         "reference": "the package was built without a C++ compiler",

@@ -57,7 +57,7 @@ class SplitFlags:
     "Most rows of one prompt in a step."
     comm: Literal["auto", "shm", "torch", "threads"] = "auto"
     "Ranks as processes over shared memory (auto, shm) or Gloo (torch), or as threads."
-    kernels: Literal["auto", "avx2", "scalar", "reference"] = "auto"
+    kernels: Literal["auto", "vnni", "avx2", "scalar", "reference"] = "auto"
     "Kernel bodies; all have the same bits. auto takes the fastest here."
     quantization: Literal["auto", "none", "int8"] = "auto"
     "Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised."

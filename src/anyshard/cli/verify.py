@@ -52,7 +52,7 @@ SHORT_NOTE = (
     "a cell that names a number of tokens runs less of the request; its bits and its ratio are "
     "held against an unsplit run as short"
 )
-BODIES = ("auto", "avx2", "scalar", "reference")
+BODIES = ("auto", "vnni", "avx2", "scalar", "reference")
 #: Without a variable: ANYSHARD_THREADS and its like are `generate`'s, and would make a small grid.
 List = Annotated[str | None, Parameter(show_env_var=False)]
 
@@ -116,7 +116,7 @@ def _bodies(text: str) -> tuple[KernelChoice, ...]:
     found: list[KernelChoice] = []
     for part in text.split(","):
         match part.strip():
-            case "auto" | "avx2" | "scalar" | "reference" as body:
+            case "auto" | "vnni" | "avx2" | "scalar" | "reference" as body:
                 choose_body(body)
                 found.append(body)
             case other:

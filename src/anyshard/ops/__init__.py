@@ -1,7 +1,7 @@
 """The ops of the program: the only room that reduces floats.
 
-`load_kernels` picks the bodies once, when a worker is built: native (AVX2 or scalar) or the
-NumPy reference. All have the same names, arguments and bits.
+`load_kernels` picks the bodies once, when a worker is built: native (AVX2, with VNNI or
+without, or scalar) or the NumPy reference. All have the same names, arguments and bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = [
     "native_module",
 ]
 
-Body = Literal["avx2", "scalar", "reference"]
-KernelChoice = Literal["auto", "avx2", "scalar", "reference"]
+Body = Literal["vnni", "avx2", "scalar", "reference"]
+KernelChoice = Literal["auto", "vnni", "avx2", "scalar", "reference"]
 
 
 def native_module() -> ModuleType | None:

@@ -6,7 +6,7 @@ float32 one. With w' = q * scale: |w - w'| <= scale / 2 + 127 |amax / 127 - scal
 from rounding the scale to float16 (at most 2^-11 of amax, 2^-25 * 127 where it is subnormal).
 
 Shapes: M rows, N outputs, K inputs, B blocks; q [.., B, 32], scale [.., B].
-Source: docs/numerics.md, int8. Held by: test_quant.py, and the golden vectors.
+Source: docs/numerics.md, int8. Held by: test_int8.py, and the golden vectors.
 """
 
 from __future__ import annotations

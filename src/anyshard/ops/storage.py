@@ -95,7 +95,7 @@ def panel_cut(panels: Panels, rows: tuple[int, int], columns: tuple[int, int]) -
     ]
 
 
-def _shifted(blocks: npt.NDArray[np.int8], rows: tuple[int, int]) -> npt.NDArray[np.int8]:
+def _shifted(blocks: npt.NDArray[Any], rows: tuple[int, int]) -> npt.NDArray[np.int8]:
     """New blocks of rows that begin anywhere."""
     q, scale = unpack_blocks(blocks, np.arange(*rows))
     return pack_q8_0(q.reshape(len(q), -1), scale).view(np.int8)

@@ -194,7 +194,7 @@ def full(config: ModelConfig) -> list[Cell]:
         *(
             _cell(split, kernels=body, prompt_tokens=64, num_tokens=3, is_short=True)
             for split in pairs
-            for body in ("scalar", "avx2")
+            for body in ("scalar", "avx2", "vnni")
         ),
         *(
             _cell(

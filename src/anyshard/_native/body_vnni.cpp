@@ -1,0 +1,26 @@
+// Int8 linears for AVX-512 VNNI, in vectors of 256 bits: one instruction where AVX2 takes four. All
+// other kernels are AVX2's: wider vectors made none of them faster (EXPERIMENTS.md).
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace anyshard {
+namespace vnni_body {
+namespace {
+#include "vec_avx2.h"
+//
+#include "int8.h"
+
+Kernels with_int8(Kernels kernels) {
+  kernels.linear_int8 = linear_int8;
+  return kernels;
+}
+}  // namespace
+}  // namespace vnni_body
+
+const Kernels kVnniKernels = vnni_body::with_int8(kAvx2Kernels);
+
+}  // namespace anyshard
