@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint import WeightImage, open_checkpoint
-from anyshard.config import ModelConfig
+from anyshard.config import Arithmetic, ModelConfig
 from anyshard.launcher import RankMain, Seat
 from anyshard.model import Program, Weight, program
 from anyshard.ops.storage import Panels, panel_cut
@@ -66,26 +66,35 @@ class Loaded(Model):
     @property
     def is_demo(self) -> bool:
         """The real one, whose cells take seconds."""
-        return self.name == "demo"
+        return shape_of(self.name) == "demo"
+
+
+INT8 = " int8"  # at the end of a model's name: in that arithmetic
+
+
+def shape_of(name: str) -> str:
+    """The name without its arithmetic."""
+    return name.removesuffix(INT8)
 
 
 @cache
-def demo() -> Served:
+def demo(arithmetic: Arithmetic = "f32") -> Served:
     """The demo model, packed once in a test process."""
-    return served(open_checkpoint(None))
+    return served(open_checkpoint(None), arithmetic=arithmetic)
 
 
 @cache
 def the_model(name: str) -> Loaded:
     """`demo`, or one of tests/models.py, loaded once in a process."""
-    if name == "demo":
+    shape, arithmetic = shape_of(name), cast(Arithmetic, "int8" if name.endswith(INT8) else "f32")
+    if shape == "demo":
         tokens = text_tokens(open_tokenizer(open_checkpoint(None)), PROMPT_TOKENS)
-        return Loaded.of(name, demo(), tokens)
-    config = models.MODELS[name]
-    adversarial = name.startswith("adversarial")
+        return Loaded.of(name, demo(arithmetic), tokens)
+    config = models.MODELS[shape]
+    adversarial = shape.startswith("adversarial")
     with tempfile.TemporaryDirectory() as folder:
-        path = models.write_hf_model(Path(folder) / name, config, seed=7, adversarial=adversarial)
-        loaded = served(open_checkpoint(str(path)))
+        path = models.write_hf_model(Path(folder) / shape, config, seed=7, adversarial=adversarial)
+        loaded = served(open_checkpoint(str(path)), arithmetic=arithmetic)
     return Loaded.of(name, loaded, hashed_tokens(PROMPT_TOKENS, config.vocab, seed=0))
 
 
@@ -102,7 +111,7 @@ class ShareImage:
     def panels(self, name: str) -> Panels:
         """Panels of the tensor, filled where the program says."""
         whole = self._image.panels(name)
-        if self.storage[name] == "q8_0":
+        if self.storage[name] in ("q8_0", "int8"):
             return self._blocks(name, whole)
         share = np.empty_like(whole)
         share.view(np.uint8)[:] = 0xFF  # a NaN in every float type
@@ -116,11 +125,11 @@ class ShareImage:
 
     def _blocks(self, name: str, whole: Panels) -> Panels:
         """Whole blocks of 16 rows: what cuts them falls between blocks, and the end is padding."""
-        share = np.full_like(whole, 0xFF)  # scales are NaN
+        share = np.full_like(whole, -1 if whole.dtype == np.int8 else 0xFF)  # scales are NaN
         for weight in self._mine(name):
-            assert weight.columns is not None
-            here = panel_cut(whole, weight.rows, weight.columns)
-            panel_cut(share, weight.rows, weight.columns)[:] = here
+            columns = weight.blocks or weight.columns
+            assert columns is not None
+            panel_cut(share, weight.rows, columns)[:] = panel_cut(whole, weight.rows, columns)
         return share
 
     def vector(self, name: str) -> F32:

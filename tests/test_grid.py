@@ -24,6 +24,7 @@ from grid import (
     random_cells,
     run_cell,
     seeded,
+    shape_of,
     share_only,
     the_model,
     weight_bytes,
@@ -40,9 +41,16 @@ from anyshard.verify.prompt import hashed_tokens
 
 ADVERSARIAL = tuple(name for name in MODELS if name.startswith("adversarial"))
 
+# The same in int8, fewer of them: the wires, pages and batches are those of float32.
+IN_INT8 = ("adversarial-9-3 int8", "adversarial-head-80 int8", "qwen2 int8", "demo int8")
+
 # (model, cell): the naive order changes nothing either. All scores of this model are in the
 # thousands, so one key takes all the weight and softmax can be restarted without a trace.
-VACUOUS = {("adversarial-head-80", "tp1 chunk 300")}
+VACUOUS = {
+    ("adversarial-head-80", "tp1 chunk 300"),
+    ("adversarial-head-80 int8", "tp1 chunk 32"),
+    ("adversarial-head-80 int8", "tp1 chunk 300"),
+}
 
 # What `make test` runs of the two larger models; `make test-all` runs every cell.
 FAST = {
@@ -51,6 +59,8 @@ FAST = {
     ("qwen2", "tp2pp2"),
     ("qwen2", "tp1 chunk 300"),
     ("qwen2", "tp1 threads 2"),
+    ("adversarial-head-80 int8", "tp3"),
+    ("demo int8", "tp3"),
 }
 DEMO_WITNESS_TOKENS = 4
 
@@ -63,7 +73,8 @@ def grid(cells: Mapping[str, Iterable[Cell]]) -> list[object]:
             marks = [pytest.mark.ranks] if cell.comm in ("shm", "torch") else []
             if cell.comm == "torch":
                 marks.append(pytest.mark.torch)
-            if cell.comm == "torch" or (name not in ADVERSARIAL and (name, cell.name) not in FAST):
+            fast = name in ADVERSARIAL or name == IN_INT8[0] or (name, cell.name) in FAST
+            if cell.comm == "torch" or not fast:
                 marks += [pytest.mark.slow, pytest.mark.timeout(1200)]
             rows.append(pytest.param(name, cell, marks=marks, id=f"{name}-{cell.name}"))
     return rows
@@ -71,6 +82,7 @@ def grid(cells: Mapping[str, Iterable[Cell]]) -> list[object]:
 
 def cells_of(name: str) -> list[Cell]:
     """Without loading the model."""
+    name = shape_of(name)
     return demo_cells() if name == "demo" else random_cells(MODELS[name])
 
 
@@ -86,7 +98,8 @@ def needs(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cell"), grid({name: cells_of(name) for name in (*ADVERSARIAL, "qwen2", "demo")})
+    ("name", "cell"),
+    grid({name: cells_of(name) for name in (*ADVERSARIAL, "qwen2", "demo", *IN_INT8)}),
 )
 def test_a_cell_has_the_digest_of_the_unsplit_run(name: str, cell: Cell) -> None:
     needs(cell)
@@ -290,6 +303,10 @@ SHARE_CELLS = {
     ]
     for name in ADVERSARIAL
 } | {
+    "adversarial-head-80 int8": [
+        Cell(axis="tp", tp=3, prompt_tokens=40, num_tokens=4),
+        Cell(axis="mixed", tp=2, pp=2, prompt_tokens=40, num_tokens=4),
+    ],
     "demo": [
         Cell(axis="mixed", tp=2, pp=2, prompt_tokens=40, num_tokens=4),
         Cell(axis="tp", heads=(7, 2), prompt_tokens=40, num_tokens=4),

@@ -122,7 +122,8 @@ DigestPanels::DigestPanels(Pool& pool, PyObject* panels, PyObject* keys, int64_t
   linear_.storage = panels_.storage();
   linear_.num_inputs = static_cast<int>(num_inputs);
   linear_.num_outputs = static_cast<int>(out_.size(0));
-  pool.reserve(0, linear_scratch(linear_));
+  const bool widens = linear_.storage != Storage::kFloat32;
+  pool.reserve(0, widens ? static_cast<size_t>(num_inputs) * kLanes : 0);
 }
 
 void DigestPanels::run() {

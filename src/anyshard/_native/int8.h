@@ -17,19 +17,37 @@ struct Int8Tile {
   using RowIndices = typename T::RowIndices;
   using PairIndices = typename CountTo<Pairs>::type;
   using VectorIndices = typename T::PanelIndices;
+  using GroupIndices = typename CountTo<kQ8Inputs / kQ8Group>::type;
 
-  // Four k of a block.
+  // Four k of a block. What is used more often is held: the rows' bytes if they are few, else the
+  // weights; both do not fit in 16 registers.
   template <int... R, int... V>
   static ANYSHARD_INLINE void step(IntVec (&acc)[T::kSize], const uint8_t* const (&w)[Pairs],
                                    const uint8_t* const (&x)[Rows], int group, Sequence<R...> rows,
-                                   Sequence<V...>) {
-    const RowQuad quad[Rows] = {load_quad(x[R] + 4 * group, x[R] + kQ8Inputs + 4 * group)...};
-    (vector_step<V>(acc, dot_weights(w[V / 2] + (2 * group + V % 2) * 32), quad, rows), ...);
+                                   Sequence<V...> vectors) {
+    if constexpr (Rows <= kFewRows) {
+      const RowBytes magnitude[Rows] = {row_bytes(x[R] + 4 * group)...};
+      const RowBytes value[Rows] = {row_bytes(x[R] + kQ8Inputs + 4 * group)...};
+      (vector_step<V>(acc, dot_weights(w[V / 2] + (2 * group + V % 2) * 32), magnitude, value,
+                      rows),
+       ...);
+    } else {
+      const DotWeights weights[kVectors] = {dot_weights(w[V / 2] + (2 * group + V % 2) * 32)...};
+      (row_step<R>(acc, weights, row_bytes(x[R] + 4 * group),
+                   row_bytes(x[R] + kQ8Inputs + 4 * group), vectors),
+       ...);
+    }
   }
   template <int V, int... R>
   static ANYSHARD_INLINE void vector_step(IntVec (&acc)[T::kSize], DotWeights w,
-                                          const RowQuad (&quad)[Rows], Sequence<R...>) {
-    ((acc[R * kVectors + V] = add_dot(acc[R * kVectors + V], w, quad[R])), ...);
+                                          const RowBytes (&magnitude)[Rows],
+                                          const RowBytes (&value)[Rows], Sequence<R...>) {
+    ((acc[R * kVectors + V] = add_dot(acc[R * kVectors + V], w, magnitude[R], value[R])), ...);
+  }
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void row_step(IntVec (&acc)[T::kSize], const DotWeights (&w)[kVectors],
+                                       RowBytes magnitude, RowBytes value, Sequence<V...>) {
+    ((acc[Row * kVectors + V] = add_dot(acc[Row * kVectors + V], w[V], magnitude, value)), ...);
   }
   template <int... R, int... V>
   static ANYSHARD_INLINE void start(IntVec (&acc)[T::kSize], const float* const (&offsets)[Rows],
@@ -48,6 +66,21 @@ struct Int8Tile {
      ...);
   }
 
+  // All of a block, unrolled: in a loop gcc 12 stores some sums at every turn.
+  template <int... G>
+  static ANYSHARD_INLINE void all_groups(IntVec (&acc)[T::kSize], const uint8_t* const (&w)[Pairs],
+                                         const uint8_t* const (&x)[Rows], ptrdiff_t ahead,
+                                         Sequence<G...>) {
+    ((prefetch(w, ahead + G * kQ8GroupBytes, PairIndices{}),
+      step(acc, w, x, G, RowIndices{}, VectorIndices{})),
+     ...);
+  }
+  template <int... P>
+  static ANYSHARD_INLINE void prefetch(const uint8_t* const (&w)[Pairs], ptrdiff_t ahead,
+                                       Sequence<P...>) {
+    (__builtin_prefetch(w[P] + ahead, 0, 2), ...);
+  }
+
   template <int... R, int... P, int... V>
   static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows, Sequence<P...> pairs,
                                   Sequence<V...> vectors) {
@@ -63,12 +96,7 @@ struct Int8Tile {
     for (int leaf = 0; leaf < num_leaves; ++leaf) {
       IntVec acc[T::kSize];
       start(acc, offsets, leaf, rows, vectors);
-      for (int group = 0; group < kQ8Inputs / kQ8Group; group += 2) {
-        if (ahead != 0) (__builtin_prefetch(w[P] + ahead + 64 * (group / 2 * 2), 0, 2), ...);
-        step(acc, w, x, group, rows, vectors);
-        if (ahead != 0) (__builtin_prefetch(w[P] + ahead + 64 * (group / 2 * 2 + 1), 0, 2), ...);
-        step(acc, w, x, group + 1, rows, vectors);
-      }
+      all_groups(acc, w, x, ahead, GroupIndices{});
       const Vec scales[kVectors] = {load_float16(w[V / 2] + kQ8Values + V % 2 * 2 * kLanes)...};
       Vec sum[T::kSize];
       (scale_row<R>(sum, acc, scales, broadcast(scale[R][leaf]), vectors), ...);
@@ -82,6 +110,9 @@ struct Int8Tile {
     run(work, RowIndices{}, PairIndices{}, VectorIndices{});
   }
 };
+
+// How far ahead in its own stream a tile asks for weights, in blocks.
+constexpr ptrdiff_t kBlocksAhead = 8;
 
 // [rows - 1][pairs - 1]
 constexpr int kMostPairs = 4;
@@ -115,7 +146,7 @@ inline void linear_int8(const Linear& args, const float* x, size_t x_stride, int
                                               x + static_cast<size_t>(row) * x_stride,
                                               static_cast<ptrdiff_t>(x_stride),
                                               span,
-                                              {0, 0},
+                                              {kBlocksAhead * kQ8Bytes, 0},
                                               stack});
         emit(args, target, stack, row, tile_rows, 2 * pair, 2 * count, panel_start, panel_stop);
       }

@@ -171,44 +171,38 @@ ANYSHARD_INLINE void store_bytes(uint8_t* p, IntVec a, IntVec b, IntVec c, IntVe
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(mixed, order));
 }
 
-// Four bytes in every lane.
-ANYSHARD_INLINE IntVec broadcast_quad(const uint8_t* p) {
+// Dots of int8: lane += the sum of its four bytes of w times the row's four bytes, whose magnitudes
+// come beside them. The sum starts from start_dot, which reads the leaf's offset where the weights
+// are taken as w + 128.
+using RowBytes = IntVec;
+using DotWeights = IntVec;
+ANYSHARD_INLINE RowBytes row_bytes(const uint8_t* p) {
   int32_t word;
   __builtin_memcpy(&word, p, sizeof word);
   return _mm256_set1_epi32(word);
 }
-
-// Dots of int8: lane += the sum of its four bytes of w times the row's four bytes. The sum starts
-// from start_dot, which reads the leaf's offset where the weights are taken as w + 128.
+ANYSHARD_INLINE IntVec load_bytes(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-using RowQuad = IntVec;
-ANYSHARD_INLINE RowQuad load_quad(const uint8_t*, const uint8_t* q) { return broadcast_quad(q); }
 ANYSHARD_INLINE IntVec start_dot(const float* offset) {
-  return broadcast_quad(reinterpret_cast<const uint8_t*>(offset));
+  return row_bytes(reinterpret_cast<const uint8_t*>(offset));
 }
-using DotWeights = IntVec;
 ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) {
-  return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)),
-                          _mm256_set1_epi8(-128));
+  return _mm256_xor_si256(load_bytes(w), _mm256_set1_epi8(-128));
 }
-ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowQuad x) {
-  return _mm256_dpbusd_epi32(sum, w, x);
+ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowBytes, RowBytes value) {
+  return _mm256_dpbusd_epi32(sum, w, value);
 }
 #else
-struct RowQuad {
-  __m256i magnitude, value;
-};
-ANYSHARD_INLINE RowQuad load_quad(const uint8_t* magnitude, const uint8_t* q) {
-  return {broadcast_quad(magnitude), broadcast_quad(q)};
-}
 ANYSHARD_INLINE IntVec start_dot(const float*) { return _mm256_setzero_si256(); }
-using DotWeights = IntVec;
-ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
-}
+ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) { return load_bytes(w); }
 // A pair of products is at most 2 * 127 * 127, within int16, as no byte is -128.
-ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowQuad x) {
-  const __m256i pairs = _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(w, x.value));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowBytes magnitude, RowBytes value) {
+  const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w, value));
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  // gcc 12 makes a tree of the additions of a block, whose leaves do not fit in registers
+  asm("" : "+x"(sum));
+  return sum;
 }
 #endif

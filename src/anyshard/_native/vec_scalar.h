@@ -227,18 +227,17 @@ ANYSHARD_INLINE void store_bytes(uint8_t* p, IntVec a, IntVec b, IntVec c, IntVe
   }
 }
 
-// Dots of int8: lane += the sum of its four bytes of w times the row's four bytes.
-using RowQuad = const uint8_t*;
-ANYSHARD_INLINE RowQuad load_quad(const uint8_t*, const uint8_t* q) { return q; }
+// Dots of int8: lane += the sum of its four bytes of w times the row's four bytes, whose magnitudes
+// come beside them.
+using RowBytes = const uint8_t*;
+using DotWeights = const uint8_t*;
+ANYSHARD_INLINE RowBytes row_bytes(const uint8_t* p) { return p; }
 ANYSHARD_INLINE IntVec start_dot(const float*) { return broadcast_int(0); }
-struct DotWeights {
-  const uint8_t* bytes;
-};
-ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) { return {w}; }
-ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowQuad x) {
+ANYSHARD_INLINE DotWeights dot_weights(const uint8_t* w) { return w; }
+ANYSHARD_INLINE IntVec add_dot(IntVec sum, DotWeights w, RowBytes, RowBytes value) {
   for (int i = 0; i < 8; ++i) {
     for (int k = 0; k < 4; ++k) {
-      sum.lane[i] += static_cast<int8_t>(w.bytes[4 * i + k]) * static_cast<int8_t>(x[k]);
+      sum.lane[i] += static_cast<int8_t>(w[4 * i + k]) * static_cast<int8_t>(value[k]);
     }
   }
   return sum;
