@@ -1,4 +1,5 @@
-"""What holds for every test: none touches the cache of the person who runs it, all hear Ctrl-C.
+"""What holds for every test: none touches the cache of the person who runs it, all hear Ctrl-C, and
+the demo model, whose file is quantised, runs in float32 unless a test asks for int8.
 
 And a model that the cache keeps, for the tests of the cache. Imports nothing of the package at
 its top: test_tidy.py also runs where nothing is built.
@@ -22,6 +23,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Also of the processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def in_float32() -> Iterator[None]:
+    """As if --quantization none were given; also in the processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANYSHARD_QUANTIZATION", "none")
         yield
 
 

@@ -310,7 +310,7 @@ SHARE_CELLS = {
     "demo": [
         Cell(axis="mixed", tp=2, pp=2, prompt_tokens=40, num_tokens=4),
         Cell(axis="tp", heads=(7, 2), prompt_tokens=40, num_tokens=4),
-    ]
+    ],
 }
 
 

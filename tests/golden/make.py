@@ -28,8 +28,8 @@ from anyshard.ops import exact
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.digest import digest_keys
-from anyshard.ops.rope import rope_table
 from anyshard.ops.quant import quantize_weights, split_blocks
+from anyshard.ops.rope import rope_table
 from anyshard.ops.storage import pack_lanes, pack_q8_0
 
 F32 = NDArray[np.float32]
