@@ -277,7 +277,10 @@ REFUSED = {
     ("--chunk", "7,some"): "--chunk has 'some'; whole numbers such as 1,17 are needed, or all",
     ("--chunk", ""): "--chunk has ''; whole numbers",
     ("--threads", "1,999"): "--threads is 999; it can be 1 to 256",
-    ("--kernels", "auto,fast"): "--kernels has 'fast'; it can hold auto, avx2, scalar, reference",
+    (
+        "--kernels",
+        "auto,fast",
+    ): "--kernels has 'fast'; it can hold auto, vnni, avx2, scalar, reference",
     ("--kernels", ""): "--kernels has ''; it can hold auto",
     ("--grid", "quick", "--chunk", "7"): "--grid quick is a fixed set of cells and --chunk makes",
     ("--prompt-tokens", "0"): "--prompt-tokens is 0; it can be 1 to 65536",

@@ -256,7 +256,7 @@ class TwoChainsBinder(Binder):
         written = super().bind(op)
         if op.kind not in COLUMN_PARALLEL:
             return written
-        chains = super().bind(replace(op, sum=naive_sum(sum(op.sum.leaf_lengths), 2)))
+        chains = super().bind(replace(op, sum=naive_sum(op.sum.leaf_lengths, 2)))
         worker = self.w
         assert isinstance(worker, TwoChains)
 
