@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from anyshard.config import (
     RopeDivisors,
     config_from_gguf,
     config_from_hf,
+    config_to_hf,
 )
 from anyshard.errors import CheckpointError
 
@@ -221,3 +223,19 @@ def test_a_profile_hash_covers_every_field() -> None:
     assert plain.sha256() == Profile(constants_sha256="a").sha256()
     assert plain.sha256() != Profile(constants_sha256="b").sha256()
     assert plain.sha256() != Profile(constants_sha256="a", leaf=32).sha256()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
+        QWEN3 | {"head_dim": 40, "attention_bias": True},
+        {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 9.999999747378752e-06},
+        MISTRAL | {"sliding_window": None},
+    ],
+)
+def test_hf_fields_give_the_configuration_again(more: dict[str, Any]) -> None:
+    config = config_from_hf(HF | more)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config

@@ -29,6 +29,7 @@ __all__ = [
     "RopeDivisors",
     "config_from_gguf",
     "config_from_hf",
+    "config_to_hf",
 ]
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
@@ -230,6 +231,51 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             rope_scaling=_hf_rope_scaling(raw),
         )
     )
+
+
+_HF_CLASSES: dict[Architecture, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json from which `config_from_hf` gives `config` again.
+
+    RoPE divisors and biases that HF has no switch for, which only GGUF files have, are not in it.
+    Held by: test_config.py::test_hf_fields_give_the_configuration_again.
+    """
+    raw: dict[str, Any] = {
+        "architectures": [_HF_CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+    }
+    if config.architecture != "qwen2":
+        raw["attention_bias"] = config.o_bias
+    if config.architecture == "llama":
+        raw["mlp_bias"] = config.mlp_bias
+    if isinstance(config.rope_scaling, Llama3Scaling):
+        scaling = config.rope_scaling
+        raw["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return raw
 
 
 def _hf_name(raw: Mapping[str, Any]) -> str:
