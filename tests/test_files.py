@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anyshard.files import check_place, replace_file
+from anyshard.files import check_place, replace_file, whole_folder
 
 
 @pytest.fixture
@@ -153,3 +153,40 @@ def test_a_name_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff\xfe" * 100)
     replace_file(path, b"x")
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_folder_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "new") as part:
+        (part / "file").write_bytes(b"x")
+        assert part.parent == tmp_path and not (tmp_path / "new").exists()
+    assert os.listdir(tmp_path) == ["new"] and os.listdir(tmp_path / "new") == ["file"]
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "other") as part:
+        (part / "file").write_bytes(b"x")
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_folder_that_came_in_between_stays(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not empty"), whole_folder(tmp_path / "new"):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "theirs").write_bytes(b"x")
+    assert os.listdir(tmp_path) == ["new"] and os.listdir(tmp_path / "new") == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Path.touch, "it is no folder"),
+        (os.mkfifo, "it is no folder"),
+        (loop, "it is no folder"),
+        (lambda path: (path / "sub").mkdir(parents=True), "is not empty"),
+        (lambda path: path.symlink_to("absent/new"), "does not exist; make it first"),
+    ],
+)
+def test_a_folder_takes_nobody_s_place(
+    tmp_path: Path, make: Callable[[Path], object], said: str
+) -> None:
+    make(tmp_path / "place")
+    with pytest.raises(OSError, match=said), whole_folder(tmp_path / "place"):
+        raise AssertionError("entered")
+    assert os.listdir(tmp_path) == ["place"]

@@ -1,4 +1,4 @@
-"""A file that is whole or not there: written beside its place, synced, renamed into it.
+"""A file, or a folder, that is whole or not there: written beside its place, synced, renamed.
 
 Knows nothing of what is written.
 """
@@ -9,10 +9,12 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["check_place", "replace_file"]
+__all__ = ["check_folder_place", "check_place", "replace_file", "whole_folder"]
 
 
 def check_place(path: Path) -> None:
@@ -66,6 +68,47 @@ def _new_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
+def check_folder_place(path: Path) -> Path:
+    """Where a new folder called `path` will be: links followed; nothing is there, or no file in it.
+
+    Raises: OSError whose strerror says what is in the way. Held by: test_files.py.
+    """
+    target = _target(path)
+    try:
+        status = os.lstat(target)
+    except FileNotFoundError:
+        if not target.parent.is_dir():
+            text = f"the folder {target.parent} does not exist; make it first"
+            raise FileNotFoundError(errno.ENOENT, text, str(path)) from None
+        return target
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is no folder; name another", str(path))
+    if any(target.iterdir()):
+        raise OSError(errno.ENOTEMPTY, "it exists and is not empty; name another", str(path))
+    return target
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, beside `path`; it takes that name at the end, or is gone if that fails.
+
+    Raises: OSError, also for what `check_folder_place` refuses. Held by: test_files.py.
+    """
+    target = check_folder_place(path)
+    part = target.parent / _part_name(target.name)
+    try:
+        part.mkdir()
+        yield part
+        for file in part.iterdir():
+            _sync(file, os.O_RDONLY)
+        _sync_folder(part)
+        os.rename(part, target)  # over an empty folder, too, and no other
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    _sync_folder(target.parent)
+
+
 def _part_name(name: str) -> str:
     """Of at most 74 bytes: file systems count those, and a character may take four of them."""
     begin = os.fsencode(name)[:64].decode("utf-8", "ignore")
@@ -93,8 +136,12 @@ def _status(target: Path) -> os.stat_result | None:
 def _sync_folder(folder: Path) -> None:
     # Not every file system can. The file is whole either way; only a crash may undo its name.
     with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
