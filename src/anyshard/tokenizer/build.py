@@ -130,7 +130,7 @@ def _byte_level(ids: dict[str, int], merges: Any, pre: Any, label: str) -> token
 
 
 _NAMED: Final = ("bos", "eos", "eot", "eom")
-_HF_NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_HF_NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "eot", "eom")
 
 
 def _strings(value: Any, label: str, key: str) -> tuple[str, ...]:

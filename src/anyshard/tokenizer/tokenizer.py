@@ -7,6 +7,7 @@ cut into ordinary tokens. In a chat only the template's own words become control
 from __future__ import annotations
 
 import codecs
+import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,6 +124,28 @@ class Tokenizer:
         if guarded == list(messages):
             return self._encode(rendered, add_special=False, parse_control=True)
         return self._encode_scaffold(rendered, {ord(new): old for old, new in hidden.items()})
+
+    def files(self) -> dict[str, str]:
+        """The texts of files, by name, from which `tokenizer_from_hf` makes this tokenizer again.
+
+        Equal tokenizers have equal files. Held by: test_tokenizer_files.py.
+        """
+        backend = json.loads(self._backend.to_str())
+        for token in backend["added_tokens"]:  # there, special is what is never shown
+            token["special"] = token["id"] in self._control_ids
+        settings: dict[str, Any] = dict(sorted(self._special_tokens.items()))
+        if self._template is not None:
+            settings["chat_template"] = self._template.source
+        return {
+            "tokenizer.json": json.dumps(backend, ensure_ascii=False),
+            "tokenizer_config.json": json.dumps(settings, indent=2),
+            "generation_config.json": json.dumps(self.special_ids(), indent=2),
+        }
+
+    def special_ids(self) -> dict[str, Any]:
+        """bos_token_id and eos_token_id as HF's files have them, as far as there are any."""
+        ids: dict[str, Any] = {} if self.bos_id is None else {"bos_token_id": self.bos_id}
+        return ids | ({"eos_token_id": sorted(self.eos_ids)} if self.eos_ids else {})
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, control tokens left out; bytes that are no UTF-8 become U+FFFD.
