@@ -30,6 +30,7 @@ import pytest
 from gguf_files import write_tiny_gguf
 from gguf_models import write_gguf_model
 from models import ADVERSARIAL_9_3, write_hf_model
+from quantized import REFUSED as REFUSED_QUANTIZED
 from records import empty_record, small_record
 from safetensors.numpy import load_file, save_file
 from test_bench import REFUSED as BENCH_REFUSED
@@ -303,6 +304,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         for change, words in HF_REFUSED
         if len(json.dumps(change)) < 90
     },
+    "Quantised models": REFUSED_QUANTIZED,
     "Tokenizers and templates": {
         "no tokenizer": (model_directory(lambda d: None), "comes without a tokenizer"),
         "a template that is no template": (
@@ -345,10 +347,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
     },
     "Prompts and flags": {
         "a line that is not UTF-8": (prompts(b'"fine"\n"a\xff"\n'), "line 2 is not UTF-8"),
-        "a file that is not UTF-8": (
-            prompts('"fine"\n'.encode("utf-16")),
-            "line 1 is not UTF-8",
-        ),
+        "a file that is not UTF-8": (prompts('"fine"\n'.encode("utf-16")), "line 1 is not UTF-8"),
         "a line that is not JSON": (prompts(b'"fine"\n{\n'), "line 2"),
         "an unknown field": (prompts(b'{"prompt": "a", "temp": 1}\n'), "unknown field 'temp'"),
         "an unknown flag": (tiny_gguf("--prompt", "x", "--no-such-flag"), "--no-such-flag"),
@@ -465,7 +464,7 @@ def noted(name: str, folder: Path) -> tuple[int, str, str]:
 
 def command(arguments: list[str]) -> list[str]:
     """The whole command line: of generate, if no other verb is named."""
-    if arguments[0] in ("bench", "compare"):
+    if arguments[0] in ("bench", "compare", "quantize"):
         return arguments
     return ["generate", *arguments, "--comm", "threads"]
 
@@ -594,6 +593,7 @@ if __name__ == "__main__":
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = True, "DIR/hub"
+    os.environ["ANYSHARD_QUANTIZATION"] = "none"  # as conftest.py has it
     text = document()
     DOCUMENT.write_text(text, "utf-8")
     sys.stderr.write(f"{DOCUMENT}: {text.count(chr(10))} lines\n")

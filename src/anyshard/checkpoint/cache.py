@@ -30,6 +30,7 @@ from anyshard.checkpoint.image import (
     WeightImage,
     build_image,
     image_directory,
+    is_mapped,
 )
 from anyshard.checkpoint.source import Checkpoint, TensorSource
 from anyshard.checkpoint.stored_image import (
@@ -158,11 +159,15 @@ def load_image(
             arithmetic=arithmetic,
         )
 
-    if cache is None or not_worth_caching(
-        checkpoint.sources,
-        body=choose_body("auto"),
-        image_bytes=num_bytes,
-        most_bytes=cache.most_bytes,
+    if (
+        cache is None
+        or is_mapped(checkpoint, arithmetic)
+        or not_worth_caching(
+            checkpoint.sources,
+            body=choose_body("auto"),
+            image_bytes=num_bytes,
+            most_bytes=cache.most_bytes,
+        )
     ):
         return build(), ""
     entry = _Entry(checkpoint, directory, num_bytes, threads, report)
@@ -240,6 +245,8 @@ def cache_problem(
     cache: ImageCache, checkpoint: Checkpoint, *, body: Body, arithmetic: Arithmetic = "f32"
 ) -> str | None:
     """Why the image of this model is not kept, or None if it is; makes and changes nothing."""
+    if is_mapped(checkpoint, arithmetic):
+        return "its file is mapped as it is"
     directory, num_bytes = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
     reason = not_worth_caching(
         checkpoint.sources, body=body, image_bytes=num_bytes, most_bytes=cache.most_bytes

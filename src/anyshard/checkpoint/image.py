@@ -1,8 +1,8 @@
 """The weight image: a host's weights, packed once, mapped read-only by every local rank.
 
-The region is an anonymous memfd, sealed after the build; `directory` says where each tensor
-lies. Any cut is an offset and a stride, so no layout ever packs again. Knows how panels lie;
-knows nothing of layouts, ranks or file formats.
+The region is an anonymous memfd, sealed after the build, or the file that `quantize` wrote;
+`directory` says where each tensor lies. Any cut is an offset and a stride, so no layout ever packs
+again. Knows how panels lie; knows nothing of layouts, ranks or file formats.
 
 For float32 arithmetic, weights in bf16, f16 and Q8_0 stay as the checkpoint stores them and are
 widened in registers; all other types are widened to float32 here. For int8 arithmetic every matrix
@@ -28,8 +28,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.checkpoint.source import Checkpoint, TensorSource
-from anyshard.checkpoint.widen import TensorType
+from anyshard.checkpoint.blocks import check_blocks
+from anyshard.checkpoint.source import BlockFile, Checkpoint, TensorSource
+from anyshard.checkpoint.widen import StoredType
 from anyshard.config import Arithmetic, ModelConfig
 from anyshard.errors import CheckpointError
 from anyshard.host import free_memory, size_text
@@ -46,6 +47,7 @@ from anyshard.ops.storage import (
     pack_q8_0,
     panel_shape,
     unpack,
+    without_padding,
 )
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "WeightImage",
     "build_image",
     "image_directory",
+    "is_mapped",
     "sealed_image",
 ]
 
@@ -63,7 +66,7 @@ _CHUNK_BYTES: Final = (
     1 << 20
 )  # float32 bytes that NumPy widens at a time; four times as many are slower
 NATIVE_TYPES: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_1"})  # of pack_panels
-_KEPT: Final[Mapping[TensorType, Storage]] = {
+_KEPT: Final[Mapping[StoredType, Storage]] = {
     "F16": "float16",
     "BF16": "bfloat16",
     "Q8_0": "q8_0",
@@ -159,9 +162,7 @@ class WeightImage:
         wide = unpack(self.panels(name), place.shape[0])
         if place.storage != "int8":
             return wide
-        group = place.group or place.shape[1]
-        padded = wide.reshape(place.shape[0], place.shape[1] // group, -1)
-        return np.ascontiguousarray(padded[:, :, :group]).reshape(place.shape)
+        return without_padding(wide, place.shape[1], place.group)
 
     def sha256(self) -> str:
         """Hash of directory and region, hex; computed at the first call (0.5 s a GB)."""
@@ -192,7 +193,8 @@ def build_image(
 
     `progress(bytes done, bytes in all)` is called after each tensor. Every body of `kernels`
     packs the same bytes; "reference" is the NumPy one, on one thread. `free_bytes` is the memory
-    that the image may take, what the system calls available if None.
+    that the image may take, what the system calls available if None. For int8 arithmetic a file
+    that `quantize` wrote is mapped as it is, checked but not packed.
 
     Raises: CheckpointError where the memory will not suffice, before any is taken, or naming the
     tensor that holds a NaN or an infinity; KeyError for a name that the model does not have.
@@ -202,12 +204,45 @@ def build_image(
         raise ValueError(f"threads is {threads}; at least 1 is needed")
     wanted = checkpoint.sources if names is None else {n: checkpoint.sources[n] for n in names}
     directory, num_bytes = image_directory(checkpoint.config, wanted, arithmetic)
+    if checkpoint.blocks is not None and is_mapped(checkpoint, arithmetic):
+        return _mapped(checkpoint.blocks, directory, num_bytes, threads, progress)
     pack = _packer(kernels, threads)
 
     def fill(region: NDArray[np.uint8], fd: int) -> None:
         _fill(region, wanted, directory, checkpoint.path, pack, progress)
 
     return sealed_image(directory, num_bytes, fill, label=checkpoint.path, free_bytes=free_bytes)
+
+
+def is_mapped(checkpoint: Checkpoint, arithmetic: Arithmetic) -> bool:
+    """Whether the image is the file itself."""
+    return checkpoint.blocks is not None and arithmetic == "int8"
+
+
+def _mapped(
+    file: BlockFile,
+    directory: Mapping[str, ImageTensor],
+    num_bytes: int,
+    threads: int,
+    progress: Callable[[int, int], None] | None,
+) -> WeightImage:
+    """The file as an image, after a look at every block. Raises: CheckpointError."""
+    fd = file.open()
+    try:
+        image = WeightImage(fd, directory, num_bytes)
+        check_blocks(
+            {
+                name: image.panels(name) if place.kind == "matrix" else image.vector(name)
+                for name, place in directory.items()
+            },
+            label=str(file.path),
+            threads=threads,
+            progress=progress,
+        )
+        return image
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def sealed_image(
@@ -250,21 +285,27 @@ def image_directory(
     sources: Mapping[str, TensorSource],
     arithmetic: Arithmetic = "f32",
 ) -> tuple[dict[str, ImageTensor], int]:
-    """Where each tensor will lie, in order, and the bytes of the region (whole pages)."""
+    """Where each tensor will lie, in order, and the bytes of the region (whole pages).
+
+    For int8 arithmetic, tensors of a file that `quantize` wrote are where they are in the file.
+    """
     directory: dict[str, ImageTensor] = {}
     end = 0
     for name, source in sources.items():
         is_matrix = len(source.shape) == 2
         alignment = _MATRIX_ALIGNMENT if is_matrix else _VECTOR_ALIGNMENT
+        offset = source.offset if arithmetic == "int8" else None
         directory[name] = ImageTensor(
             name=name,
             kind="matrix" if is_matrix else "vector",
             shape=source.shape,
-            offset=-(-end // alignment) * alignment,
+            offset=-(-end // alignment) * alignment if offset is None else offset,
             storage=_storage(config, source, arithmetic) if is_matrix else "float32",
             group=config.head_dim if arithmetic == "int8" and _is_of_heads(name) else 0,
         )
-        end = directory[name].offset + directory[name].bytes
+        end = max(end, directory[name].offset + directory[name].bytes)
+    if arithmetic == "int8" and any(source.offset is not None for source in sources.values()):
+        return directory, end  # the file's bytes: nothing may be mapped past its end
     return directory, max(1, -(-end // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 

@@ -7,6 +7,7 @@ accepts a header that names one tensor twice. Knows nothing of models.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.gguf import map_file
-from anyshard.checkpoint.widen import BLOCK, TensorType
+from anyshard.checkpoint.widen import StoredType
 from anyshard.errors import CheckpointError
 
-__all__ = ["SafeTensor", "read_json_object", "read_safetensors"]
+__all__ = ["SafeFile", "SafeTensor", "read_json_object", "read_safetensors", "read_whole"]
 
 _MAX_HEADER: Final = 100_000_000  # bytes; the library's own limit
 _MAX_JSON: Final = 64 << 20  # bytes of a configuration file
 _MAX_RANK: Final = 8
-_TYPES: Final[dict[str, TensorType]] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_TYPES: Final[dict[str, StoredType]] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_BLOCK_TYPES: Final[dict[str, StoredType]] = {"F32": "F32", "I8": "INT8"}
+_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "INT8": 1}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,9 +35,22 @@ class SafeTensor:
     """Where one tensor lies; `raw` may start at any byte, aligned or not."""
 
     name: str
-    type: TensorType
+    type: StoredType
     shape: tuple[int, ...]
     raw: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SafeFile:
+    """A whole file: its tensors, what the header says of itself, where the data begins.
+
+    `offsets`: first byte of each tensor in the file.
+    """
+
+    tensors: dict[str, SafeTensor]
+    metadata: dict[str, Any]
+    data_start: int
+    offsets: dict[str, int]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -69,7 +85,12 @@ def _parse_object(text: bytes, *, label: str) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """Parse the header; no tensor is touched.
+    """The tensors of a file of F32, F16 and BF16; see `read_whole`."""
+    return read_whole(path).tensors
+
+
+def read_whole(path: Path, *, blocks: bool = False) -> SafeFile:
+    """Parse the header; no tensor is touched. blocks: F32 and I8 are read, not the other types.
 
     Raises: CheckpointError naming the file and the tensor that is wrong.
     Held by: test_checkpoint_hf.py (truncation, overlaps, holes, duplicate names).
@@ -85,9 +106,10 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
     if header_bytes > _MAX_HEADER:
         raise CheckpointError(f"{path}: the header has {header_bytes} bytes; too many")
     header = _parse_object(mapped[8 : 8 + header_bytes], label=f"{path}: the header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     region = np.frombuffer(mapped, np.uint8)[8 + header_bytes :]
-    spans = {name: _span(path, name, entry) for name, entry in header.items()}
+    types = _BLOCK_TYPES if blocks else _TYPES
+    spans = {name: _span(path, name, entry, types) for name, entry in header.items()}
     end = 0
     for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
         if start != end:
@@ -101,25 +123,34 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
         raise CheckpointError(
             f"{path}: the tensors need {end} bytes, but the file holds {len(region)}; {problem}"
         )
-    return {
-        name: SafeTensor(name=name, type=kind, shape=shape, raw=region[start:stop])
-        for name, (kind, shape, start, stop) in spans.items()
-    }
+    return SafeFile(
+        tensors={
+            name: SafeTensor(name=name, type=kind, shape=shape, raw=region[start:stop])
+            for name, (kind, shape, start, stop) in spans.items()
+        },
+        metadata=metadata if isinstance(metadata, dict) else {},
+        data_start=8 + header_bytes,
+        offsets={name: 8 + header_bytes + start for name, (_, _, start, _) in spans.items()},
+    )
 
 
 def _is_natural(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _span(path: Path, name: str, entry: Any) -> tuple[TensorType, tuple[int, ...], int, int]:
+def _span(
+    path: Path, name: str, entry: Any, types: Mapping[str, StoredType]
+) -> tuple[StoredType, tuple[int, ...], int, int]:
     """(type, shape, first byte, byte after the last) of one header entry."""
     field = f"{path}: tensor {name!r:.80}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{field} needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _TYPES:
+    if not isinstance(dtype, str) or dtype not in types:
+        *most, last = types
         raise CheckpointError(
-            f"{field} has dtype {dtype!r:.80}, which cannot be read; F32, F16 and BF16 can"
+            f"{field} has dtype {dtype!r:.80}, which cannot be read; {', '.join(most)} and {last} "
+            "can"
         )
     if not (isinstance(shape, list) and len(shape) <= _MAX_RANK and all(map(_is_natural, shape))):
         raise CheckpointError(
@@ -131,8 +162,8 @@ def _span(path: Path, name: str, entry: Any) -> tuple[TensorType, tuple[int, ...
             f"{field} has data_offsets {offsets!r:.80}; two whole numbers are needed"
         )
     start, stop = offsets
-    kind = _TYPES[dtype]
-    num_bytes = prod(shape) * BLOCK[kind][1]
+    kind = types[dtype]
+    num_bytes = prod(shape) * _BYTES[kind]
     if stop - start != num_bytes:
         raise CheckpointError(
             f"{field} of shape {shape} needs {num_bytes} bytes, but spans {start} to {stop}"

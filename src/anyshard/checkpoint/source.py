@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.checkpoint.widen import BLOCK, TensorType, widen
+from anyshard.checkpoint.widen import BLOCK, StoredType, widen
 from anyshard.config import Arithmetic, ModelConfig, Quantization
 from anyshard.errors import CheckpointError
+from anyshard.ops.storage import panel_shape, unpack_rows, without_padding
 
 __all__ = [
+    "BlockFile",
     "Checkpoint",
     "TensorSource",
     "TokenizerMaterial",
@@ -38,14 +41,19 @@ class TensorSource:
 
     `raw` is a read-only uint8 view of the mapped file. Row n of the tensor is stored row
     `row_map[n]`, or row n where `row_map` is None.
+
+    Of a model that `quantize` wrote (matrices of type INT8, blocks as `ops/storage.py` has them;
+    `group` as in ImageTensor), `offset` is the place in the file, which serves as the image.
     """
 
     name: str
     file_name: str
     shape: tuple[int, ...]
-    type: TensorType
+    type: StoredType
     raw: NDArray[np.uint8]
     row_map: NDArray[np.int32] | None = None
+    group: int = 0
+    offset: int | None = None
 
     def read(self) -> NDArray[np.float32]:
         """A new float32 array of `shape`, rows in the order of the tensor.
@@ -56,6 +64,10 @@ class TensorSource:
 
     def read_rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start:stop (elements, for a vector), widened."""
+        if self.type == "INT8":
+            num_rows, num_columns = self.shape
+            blocks = self.raw.reshape(panel_shape("int8", num_rows, num_columns, self.group))
+            return without_padding(unpack_rows(blocks, start, stop), num_columns, self.group)
         if len(self.shape) == 1 and BLOCK[self.type][0] > 1:
             wide = widen(self.raw, self.type)  # blocks run across the rows of a vector
             return wide if self.row_map is None else wide[self.row_map][start:stop]
@@ -64,7 +76,8 @@ class TensorSource:
         )
 
     def stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows start:stop as stored: [rows, bytes of a row]."""
+        """Rows start:stop as stored: [rows, bytes of a row]; not of INT8, which mixes rows."""
+        assert self.type != "INT8", self.name
         stored = self.raw.reshape(self.shape[0], -1)
         return stored[start:stop] if self.row_map is None else stored[self.row_map[start:stop]]
 
@@ -93,24 +106,56 @@ class TokenizerMaterial:
     directory: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockFile:
+    """The weight file that `quantize` wrote, as it was when its header was read."""
+
+    path: Path
+    identity: tuple[int, int, int, int]
+
+    @staticmethod
+    def of(path: Path) -> BlockFile:
+        """As it is now. Raises: OSError."""
+        return BlockFile(path=path, identity=_identity(os.stat(path)))
+
+    def open(self) -> int:
+        """A descriptor of that very file. Raises: CheckpointError."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
+        if _identity(os.fstat(fd)) != self.identity:
+            os.close(fd)
+            raise CheckpointError(f"{self.path}: changed while it was opened; try again")
+        return fd
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
     """An opened model: what it is, and where each of its tensors lies.
 
     All tensors that `config` asks for are present with the right shape.
     `tokenizer_material` is None where the model comes without a tokenizer.
+    `blocks`: the file that is mapped for int8 arithmetic, None where an image is to be packed.
     """
 
     path: Path
     config: ModelConfig
     sources: Mapping[str, TensorSource]
     tokenizer_material: TokenizerMaterial | None
+    blocks: BlockFile | None = None
 
     def arithmetic(self, quantization: Quantization) -> Arithmetic:
         """What is asked for; of `auto`, int8 if any matrix is stored in blocks with scales."""
         if quantization == "auto":
             matrices = [source for source in self.sources.values() if len(source.shape) == 2]
-            in_blocks = any(BLOCK[source.type][0] > 1 for source in matrices)
+            in_blocks = any(
+                source.type == "INT8" or BLOCK[source.type][0] > 1 for source in matrices
+            )
             return "int8" if in_blocks else "f32"
         return "int8" if quantization == "int8" else "f32"
 

@@ -14,11 +14,12 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "TensorType", "widen"]
+__all__ = ["BLOCK", "StoredType", "TensorType", "widen"]
 
 TensorType = Literal[
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"
 ]
+StoredType = TensorType | Literal["INT8"]  # blocks of int8 arithmetic, which `quantize` writes
 
 # type -> (elements in a block, bytes of a block)
 BLOCK: Final[dict[TensorType, tuple[int, int]]] = {

@@ -261,7 +261,12 @@ def _cache(checkpoint: Checkpoint, split: SplitFlags) -> Facts:
         "folder": None if cache.folder is None else str(cache.folder),
         "images": images,
         "bytes": num_bytes,
-        "not_kept": cache_problem(cache, checkpoint, body=choose_body("auto")),
+        "not_kept": cache_problem(
+            cache,
+            checkpoint,
+            body=choose_body("auto"),
+            arithmetic=checkpoint.arithmetic(split.quantization),
+        ),
     }
 
 

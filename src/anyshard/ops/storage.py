@@ -34,6 +34,8 @@ __all__ = [
     "stored_bytes",
     "unpack",
     "unpack_blocks",
+    "unpack_rows",
+    "without_padding",
 ]
 
 LANES: Final = 8
@@ -137,6 +139,27 @@ def unpack_blocks(
     q = values.reshape(len(index), count, LANES, Q8_OUTPUTS, 4)[row, :, :, lane]
     scale = scales.reshape(len(index), count, Q8_OUTPUTS)[row, :, lane]
     return q.reshape(len(index), count, Q8_INPUTS), scale
+
+
+def unpack_rows(blocks: npt.NDArray[Any], start: int, stop: int) -> F32:
+    """Outputs start:stop of blocks, widened: [stop - start, 32 B]; the bits of `unpack`."""
+    first = start // Q8_OUTPUTS
+    part = blocks[first : -(-stop // Q8_OUTPUTS)]
+    pairs, count = part.shape[:2]
+    values = np.ascontiguousarray(part[:, :, : Q8_OUTPUTS * Q8_INPUTS]).view(np.int8)
+    scales = np.ascontiguousarray(part[:, :, Q8_OUTPUTS * Q8_INPUTS :]).view(np.float16)
+    q = values.reshape(pairs, count, LANES, Q8_OUTPUTS, 4).transpose(0, 3, 1, 2, 4)
+    scale = scales.reshape(pairs, count, Q8_OUTPUTS).transpose(0, 2, 1).astype(np.float32)
+    wide = q.astype(np.float32) * scale[:, :, :, None, None]
+    rows = wide.reshape(pairs * Q8_OUTPUTS, count * Q8_INPUTS)
+    return rows[start - first * Q8_OUTPUTS : stop - first * Q8_OUTPUTS]
+
+
+def without_padding(wide: F32, num_columns: int, group: int = 0) -> F32:
+    """Unpacked int8 [rows, 32 B] without what pads its short blocks: [rows, num_columns]."""
+    width = group or num_columns
+    padded = wide.reshape(len(wide), num_columns // width, -1)
+    return np.ascontiguousarray(padded[:, :, :width]).reshape(len(wide), num_columns)
 
 
 def pack_lanes(weight_NK: npt.NDArray[Any]) -> npt.NDArray[Any]:
