@@ -44,9 +44,10 @@ FLAGS: Final = (
     "-DLLAMA_BUILD_APP=OFF",
     "-DLLAMA_BUILD_UI=OFF",
 )
-# by what they are for: peers.py, and benchmarks of batches, servers and several hosts
+# by what they are for: peers.py, kl.py, and benchmarks of batches, servers and several hosts
 TARGETS: Final = {
     "speed": ("llama-bench", "llama-quantize"),
+    "accuracy": ("llama-perplexity", "llama-quantize"),  # kl.py
     "serving": ("llama-batched-bench", "llama-server", "ggml-rpc-server"),
 }
 NICE: Final = ("nice", "-n", "15")
@@ -61,7 +62,7 @@ class Llama:
     commit: str
 
     def run(self, program: str, *arguments: str) -> str:
-        """What the program prints; ends the benchmark where it fails."""
+        """What the program prints on stdout; ends the benchmark where it fails."""
         done = subprocess.run(
             [str(self.programs / program), *arguments], capture_output=True, text=True
         )
