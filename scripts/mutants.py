@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_args(arguments)
     if asked.in_build:
         load(Path(asked.in_build))  # before anything imports the installed module
+    from grid import shape_of
     from mutants.catalogue import MUTANTS
     from mutants.scoreboard import cell_words, score
     from mutants.subjects import DEMO
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         for mutant in MUTANTS
         for exhibit in mutant.exhibits
         if asked.only in mutant.name
-        and asked.model in (None, "demo" if exhibit.model == DEMO else "adversarial")
+        and asked.model in (None, "demo" if shape_of(exhibit.model) == DEMO else "adversarial")
     ]
     if not rows:
         names = ", ".join(mutant.name for mutant in MUTANTS)

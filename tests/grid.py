@@ -77,6 +77,11 @@ def shape_of(name: str) -> str:
     return name.removesuffix(INT8)
 
 
+def arithmetic_of(name: str) -> Arithmetic:
+    """That of a model's name."""
+    return "int8" if name.endswith(INT8) else "f32"
+
+
 @cache
 def demo(arithmetic: Arithmetic = "f32") -> Served:
     """The demo model, packed once in a test process."""
@@ -86,7 +91,7 @@ def demo(arithmetic: Arithmetic = "f32") -> Served:
 @cache
 def the_model(name: str) -> Loaded:
     """`demo`, or one of tests/models.py, loaded once in a process."""
-    shape, arithmetic = shape_of(name), cast(Arithmetic, "int8" if name.endswith(INT8) else "f32")
+    shape, arithmetic = shape_of(name), arithmetic_of(name)
     if shape == "demo":
         tokens = text_tokens(open_tokenizer(open_checkpoint(None)), PROMPT_TOKENS)
         return Loaded.of(name, demo(arithmetic), tokens)

@@ -4,7 +4,8 @@ A checker is worth what it catches. Here are the bugs (`Worker` classes, for
 `naive.rank_body`; and rank bodies with other weights), by where they strike: `sums`, `attention`,
 `rows`, `stages`, `vocabulary`, `weights`. `catalogue` says of each which public bug it stands
 for, the smallest cell that shows it on each model, and the op and rank that must be named;
-`scoreboard` runs that. `make mutants` prints it.
+`scoreboard` runs that. `make mutants` prints it. `quantised` has the bugs of int8, and is not
+imported here: it needs models.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from grid import Loaded
+from grid import INT8, Loaded
 
 import mutants as bugs
 from anyshard.launcher import RankMain
@@ -20,8 +20,8 @@ from anyshard.request import Sampling
 from anyshard.verify.cells import Cell
 from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker
-from mutants import weights
-from mutants.subjects import A9, A14, AFFINE, BLOCKS, DEMO, NEGATIVE, NORMS, TIED
+from mutants import quantised, weights
+from mutants.subjects import A9, A14, AFFINE, BLOCKS, DEMO, HALVES, NEGATIVE, NORMS, TIED
 
 Scenario = Literal["cell", "pairs", "rerun", "build"]
 
@@ -113,7 +113,7 @@ def _in_head(model: Loaded, here: Program, token: int) -> bool:
 
 
 def bit_flips() -> list[Mutant]:
-    """The lowest bit of the mantissa, of every kind of matrix."""
+    """The lowest bit of the mantissa, of every kind of matrix; of some the lowest of an int8."""
     op_of = {
         **{"q": "qkv", "k": "qkv", "v": "qkv", "o": "o_proj"},
         **{"gate": "gate_up", "up": "gate_up", "down": "down_proj"},
@@ -121,6 +121,8 @@ def bit_flips() -> list[Mutant]:
     found = []
     for part in (*op_of, "head", "embed"):
         places = [(A9, 2, 1, 2), (DEMO, 17, 1, 2)]  # model, layer, rank, width
+        if part in ("o", "down", "gate", "head", "embed"):
+            places += [(model + INT8, *place) for model, *place in places]
         exhibits = [
             shows(model, f"layers.{layer}.{op_of[part]}" if part in op_of else part, rank, tp=tp)
             for model, layer, rank, tp in places
@@ -483,11 +485,12 @@ WEIGHTS = [
     ),
     bug(
         "scale of the block before",
-        "the first Q8_0 blocks of a rank's columns of o_proj have their neighbours' scales",
+        "the first blocks of a rank's columns of o_proj have their neighbours' scales",
         ("auto-round 643", "intel/auto-round/issues/643"),
         image(weights.neighbours_scale),
         shows(BLOCKS, "layers.0.o_proj", 1, tp=2),
         hides(DEMO, "its Q4_1 blocks are widened when it is loaded: no scale is left", tp=2),
+        *(shows(model + INT8, "layers.0.o_proj", 1, tp=2) for model in (A9, BLOCKS, DEMO)),
     ),
     bug(
         "neighbour's slice",
@@ -498,6 +501,44 @@ WEIGHTS = [
         shows(DEMO, "layers.0.qkv", 1, tp=2),
     ),
     *bit_flips(),
+]
+
+
+QUANTISED = [
+    bug(
+        "quantised after sharding",
+        "int8 rows have one scale over all columns of a rank",
+        ("vllm 54683", "vllm-project/vllm/pull/54683"),
+        quantised.OneScale,
+        *(shows(model + INT8, "layers.0.o_proj", tp=2) for model in (A9, BLOCKS, DEMO)),
+    ),
+    bug(
+        "-128 kept",
+        "rank 1 has Q8_0 blocks that hold -128 as they are, and its products of it wrap",
+        ("ggml 1393", "ggml-org/ggml/issues/1393"),
+        lambda model, exhibit: quantised.kept_as_stored(model),
+        shows(BLOCKS + INT8, "layers.0.o_proj", 1, tp=2),
+        hides(DEMO + INT8, "no block of it is stored as Q8_0", tp=2),
+    ),
+    bug(
+        "halves rounded away from zero",
+        "int8 rows are rounded as by roundf, not to even",
+        ("FBGEMM 9", "pytorch/FBGEMM/pull/9"),
+        quantised.HalfAway,
+        *unseen(UNSPLIT_TOO, shows(HALVES + INT8, "layers.0.o_proj")),
+        hides(A9 + INT8, "none of its quotients is exactly a half"),
+        *unseen(UNSPLIT_TOO, shows(DEMO + INT8, "layers.9.down_proj")),  # where one is, by chance
+    ),
+    bug(
+        "scale after scale",
+        "an int8 dot times the weights' scale, then times the row's",
+        OURS,
+        quantised.ScaleAfterScale,
+        *unseen(
+            UNSPLIT_TOO,
+            *(shows(model + INT8, "layers.0.o_proj") for model in (A9, BLOCKS, DEMO)),
+        ),
+    ),
 ]
 
 
@@ -522,4 +563,6 @@ BUILDS = [
     ),
 ]
 
-MUTANTS: tuple[Mutant, ...] = (*SUMS, *HEADS, *ROWS, *STAGES, *VOCABULARY, *WEIGHTS, *BUILDS)
+MUTANTS: tuple[Mutant, ...] = (
+    *(*SUMS, *HEADS, *ROWS, *STAGES, *VOCABULARY, *WEIGHTS, *QUANTISED, *BUILDS),
+)

@@ -17,7 +17,13 @@ from anyshard.ops.storage import Q8_INPUTS, Q8_OUTPUTS, Panels, pack_lanes, unpa
 from anyshard.worker import RankPlan, Served, Worker, rank_main
 
 Change = Callable[[Any], None]  # of the panels or the vector, in place
-HIGH_BIT = {"float32": 22, "bfloat16": 6, "float16": 9, "q8_0": 6}  # of the mantissa, of the code
+HIGH_BIT = {
+    "float32": 22,
+    "bfloat16": 6,
+    "float16": 9,
+    "q8_0": 6,
+    "int8": 6,
+}  # of the mantissa, of the code
 
 
 class AlteredImage:
@@ -40,7 +46,10 @@ class AlteredImage:
         return self._altered(name, self._image.vector(name))
 
 
-def with_weights(changes_of: Callable[[Served, Program], Mapping[str, Change]]) -> RankMain:
+def with_weights(
+    changes_of: Callable[[Served, Program], Mapping[str, Change]],
+    worker_type: type[Worker] = Worker,
+) -> RankMain:
     """A rank body in which a rank has other weights, as `changes_of` says for its program."""
 
     def body(seat: Seat) -> None:
@@ -50,7 +59,7 @@ def with_weights(changes_of: Callable[[Served, Program], Mapping[str, Change]]) 
         if changes:
             image = cast(WeightImage, AlteredImage(state.image, changes))
             seat = replace(seat, state=replace(state, image=image))
-        rank_main(seat)
+        rank_main(seat, worker_type=worker_type)
 
     return body
 
@@ -61,12 +70,12 @@ def altered(name: str, change: Change, *, rank: int) -> RankMain:
 
 
 def flip(row: int, column: int, bit: int) -> Change:
-    """Flip a bit of weight [row, column]; for Q8_0, of its code."""
+    """Flip a bit of weight [row, column]; of blocks, of its code. int8 counts padded columns."""
 
     def change(panels: Any) -> None:
-        if panels.dtype == np.uint8:
+        if panels.dtype in (np.uint8, np.int8):
             place = (column % 32 // 4) * 64 + row % 16 * 4 + column % 4
-            panels[row // 16, column // 32, place] ^= np.uint8(1 << min(bit, 6))
+            panels[row // 16, column // 32, place] ^= panels.dtype.type(1 << min(bit, 6))
             return
         bits = panels.view(f"u{panels.itemsize}")
         bits[row // 8, column, row % 8] ^= bits.dtype.type(1 << bit)
@@ -80,12 +89,23 @@ def weights_of(here: Program) -> dict[str, Weight]:
 
 
 def largest_in(served: Served, weight: Weight) -> tuple[int, int]:
-    """Row and column of the cut's largest weight."""
-    assert weight.columns is not None
-    rows = unpack(served.image.panels(weight.name), np.arange(*weight.rows))
-    cut = np.abs(rows[:, slice(*weight.columns)])
+    """Row and column of the cut's largest weight.
+
+    Of int8 the largest that is positive, as the lowest bit would make -128 of -127, a code that
+    nothing has; and its column as blocks are padded.
+    """
+    rows, columns = (
+        unpack(served.image.panels(weight.name), np.arange(*weight.rows)),
+        weight.columns,
+    )
+    if weight.blocks is not None:
+        columns = (weight.blocks[0] * Q8_INPUTS, weight.blocks[1] * Q8_INPUTS)
+    else:
+        rows = np.abs(rows)
+    assert columns is not None
+    cut = rows[:, slice(*columns)]
     row, column = np.unravel_index(int(cut.argmax()), cut.shape)
-    return weight.rows[0] + int(row), weight.columns[0] + int(column)
+    return weight.rows[0] + int(row), columns[0] + int(column)
 
 
 def fused_cut(served: Served, here: Program, names: Sequence[str]) -> dict[str, Change]:
@@ -129,10 +149,10 @@ def neighbours_scale(served: Served, here: Program) -> dict[str, Change]:
     weight = weights_of(here).get("layers.0.o")
     if weight is None or weight.columns is None or not weight.columns[0]:
         return {}
-    first = weight.columns[0] // Q8_INPUTS
+    first = weight.blocks[0] if weight.blocks else weight.columns[0] // Q8_INPUTS
 
     def change(panels: Any) -> None:
-        if panels.dtype == np.uint8:
+        if panels.dtype in (np.uint8, np.int8):
             scales = panels[..., Q8_OUTPUTS * Q8_INPUTS :]
             scales[:, first] = scales[:, first - 1]
 
