@@ -256,8 +256,9 @@ class TwoChainsBinder(Binder):
         written = super().bind(op)
         if op.kind not in COLUMN_PARALLEL:
             return written
-        chains = super().bind(replace(op, sum=naive_sum(op.sum.leaf_lengths, 2)))
-        worker = self.w
+        worker, lengths = self.w, op.sum.leaf_lengths
+        two = naive_sum(lengths, 2, worker.program.profile.arithmetic)
+        chains = super().bind(replace(op, sum=two))
         assert isinstance(worker, TwoChains)
 
         def run(rows: int) -> None:
