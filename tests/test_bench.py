@@ -110,7 +110,7 @@ REFUSED = {
     "a prompt of no length": (asked("-p", "-3"), "it can be 0 to 1048576"),
     "nothing to measure": (asked("-p", "0", "-n", "0"), "give one of them a length"),
     "no repetition": (asked("-r", "0"), "--repetitions is 0; it can be 1 to 1000"),
-    "no list of numbers": (asked("-t", "1,two"), "--threads is '1,two'; whole numbers"),
+    "no list of numbers": (asked("-t", "1,two"), "--threads has 'two'; whole numbers"),
     "too many threads": (asked("-t", "1,999"), "--threads is 999; it can be 1 to 256"),
     "two formats": (asked("--json", "--csv"), "--json and --csv are two formats"),
     "no such kernels": (asked("--kernels", "sse"), "see anyshard bench --help"),

@@ -208,7 +208,8 @@ def test_every_row_name_and_shape_of_every_tensor_is_in_the_hash() -> None:
         kinds = {1: "vector", 2: "matrix"}
         image = SimpleNamespace(
             directory={
-                name: SimpleNamespace(kind=kinds[x.ndim], shape=x.shape) for name, x in held.items()
+                name: SimpleNamespace(kind=kinds[x.ndim], shape=x.shape, stored_columns=x.shape[-1])
+                for name, x in held.items()
             },
             vector=held.__getitem__,
             panels=lambda name: pack_lanes(held[name]),
