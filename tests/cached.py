@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from models import ADVERSARIAL_9_3
 
@@ -59,3 +61,17 @@ def changed_at(place: int) -> Callable[[Path], None]:
         path.write_bytes(content)
 
     return damage
+
+
+def mapping_of(image: WeightImage) -> tuple[str, str, int]:
+    """How the kernel has mapped it: permissions, file ("" if none), and bytes that are resident."""
+    address = np.frombuffer(image.region, np.uint8).ctypes.data
+    head, resident = ("", ""), 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        place = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+\s*(.*)", line)
+        if place is not None:
+            inside = int(place[1], 16) <= address < int(place[2], 16)
+            head = (place[3], place[4]) if inside else head
+        elif inside and line.startswith("Rss:"):
+            resident = int(line.split()[1]) * 1024
+    return (*head, resident)

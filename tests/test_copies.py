@@ -6,17 +6,17 @@ The copies are half a gigabyte each and are written under tmp_path.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from cached import mapping_of
 from gguf_models import write_gguf_model
 from grid import Loaded, run_cell
 from safetensors.numpy import save_file
 from test_checkpoint_gguf import needs_demo
 
 from anyshard.accuracy.hf_fields import hf_config
-from anyshard.checkpoint import Checkpoint, WeightImage, build_image, open_checkpoint
+from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
 from anyshard.verify.cells import Cell
 from anyshard.verify.driver import served
@@ -40,11 +40,6 @@ def write_gguf(path: Path, checkpoint: Checkpoint) -> str:
     return str(path)
 
 
-def resident(image: WeightImage) -> int:
-    """Bytes of memory that hold the image, whole pages."""
-    return 512 * os.fstat(image.fd).st_blocks
-
-
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
 def test_a_stored_type_has_the_digest_of_its_float32_copy(kind: str, tmp_path: Path) -> None:
     demo = open_checkpoint(None)
@@ -56,7 +51,7 @@ def test_a_stored_type_has_the_digest_of_its_float32_copy(kind: str, tmp_path: P
     before = digest(narrow)
     image = build_image(narrow, threads=2)
     assert set(image.storage.values()) == {"float32", "q8_0" if kind == "Q8_0" else "bfloat16"}
-    assert image.bytes <= resident(image) <= 1.1 * file_bytes
+    assert image.bytes <= mapping_of(image)[2] <= 1.1 * file_bytes
     image.close()
     (tmp_path / "m.gguf").unlink()
     assert digest(copy) == before

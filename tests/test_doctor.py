@@ -66,7 +66,6 @@ MACHINE_FILES = {
     "processor : 1\nmodel name\t: A  CPU 9\nflags\t\t: fpu avx2 fma sse\n",
     "proc/meminfo": "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
     "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
-    "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always advise [never] deny\n",
 }
 
 
@@ -74,7 +73,7 @@ def test_facts_of_a_machine_are_read_from_its_files(tmp_path: Path) -> None:
     machine = read_machine(write(tmp_path, MACHINE_FILES))
     assert (machine.cpu, machine.isa) == ("A CPU 9", ("avx2", "fma"))
     assert (machine.memory_total, machine.memory_free) == (8 * GIB, 4 * GIB)
-    assert (machine.huge_pages, machine.shared_huge_pages) == ("madvise", "never")
+    assert machine.huge_pages == "madvise"
     assert machine.core_quota is None
 
 
@@ -227,7 +226,6 @@ def test_what_is_missing_is_told_with_what_to_type(
         torch_extra=False,
         verify_extra=False,
         huge_pages="never",
-        shared_huge_pages="advise",
         cores=4,
         core_quota=1.5,
     )
@@ -238,7 +236,6 @@ def test_what_is_missing_is_told_with_what_to_type(
     typed = " | ".join(missing.values())
     for words in ("apt-get install g++", "echo madvise", "--threads", ".[torch]", ".[verify]"):
         assert words in typed
-    assert "shmem_enabled" not in typed
     assert any("without a tokenizer" in what for what in missing)
 
 

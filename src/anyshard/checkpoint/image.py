@@ -1,8 +1,8 @@
 """The weight image: a host's weights, packed once, mapped read-only by every local rank.
 
-The region is an anonymous memfd, sealed after the build, or the file that `quantize` wrote;
-`directory` says where each tensor lies. Any cut is an offset and a stride, so no layout ever packs
-again. Knows how panels lie; knows nothing of layouts, ranks or file formats.
+The region is private memory that is sealed after the build and that ranks inherit, or the file that
+`quantize` wrote; `directory` says where each tensor lies. Any cut is an offset and a stride, so no
+layout ever packs again. Knows how panels lie; knows nothing of layouts, ranks or file formats.
 
 For float32 arithmetic, weights in bf16, f16 and Q8_0 stay as the checkpoint stores them and are
 widened in registers; all other types are widened to float32 here. For int8 arithmetic every matrix
@@ -13,7 +13,7 @@ are where they can be. Shapes of panels: `ops/storage.py`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ctypes
 import hashlib
 import json
 import mmap
@@ -72,7 +72,6 @@ _KEPT: Final[Mapping[StoredType, Storage]] = {
     "Q8_0": "q8_0",
 }
 _Packer = Callable[[Panels, TensorSource, int], bool]  # the int: ImageTensor.group
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,33 +108,32 @@ class ImageTensor:
 
 
 class WeightImage:
-    """Read-only packed weights; `fd` and `directory` are all another process needs.
+    """Read-only packed weights, which a fork inherits without a copy.
 
-    Attributes: fd (the sealed memfd; inherited by fork), directory (name to place),
-    bytes (size of the region).
+    `region`: its bytes, mapped. Attributes: directory (name to place), bytes (size of the region).
     """
 
-    def __init__(self, fd: int, directory: Mapping[str, ImageTensor], num_bytes: int) -> None:
-        self.fd = fd
+    def __init__(self, region: mmap.mmap, directory: Mapping[str, ImageTensor]) -> None:
         self.directory = dict(directory)
-        self.bytes = num_bytes
-        self._mapped = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-        _advise_huge(self._mapped)
-        self._region = np.frombuffer(self._mapped, np.uint8)
+        self.bytes = len(region)
+        self._region = np.frombuffer(memoryview(region).toreadonly(), np.uint8)
         self._sha256: str | None = None
 
     @classmethod
-    def from_fd(cls, fd: int, directory_json: str) -> WeightImage:
-        """Map an image that another process built; `directory_json` is its `to_json()`."""
-        tensors = [
-            ImageTensor(**{**entry, "shape": tuple(entry["shape"])})
-            for entry in json.loads(directory_json)
-        ]
-        return cls(fd, {tensor.name: tensor for tensor in tensors}, os.fstat(fd).st_size)
+    def of_file(cls, fd: int, directory: Mapping[str, ImageTensor], num_bytes: int) -> WeightImage:
+        """The first bytes of a file, mapped; the caller may close its descriptor."""
+        region = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        _advise_huge(region)
+        return cls(region, directory)
 
     def to_json(self) -> str:
-        """The directory as text, for `from_fd`."""
+        """The directory as text."""
         return json.dumps([asdict(tensor) for tensor in self.directory.values()])
+
+    @property
+    def region(self) -> memoryview:
+        """All bytes, read-only."""
+        return self._region.data
 
     @property
     def storage(self) -> dict[str, Storage]:
@@ -173,10 +171,8 @@ class WeightImage:
         return self._sha256
 
     def close(self) -> None:
-        """Close the descriptor; views that are still held stay valid."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Let go of the region; it goes with the last view that is still held."""
+        self._region = np.empty(0, np.uint8)
 
 
 def build_image(
@@ -208,7 +204,7 @@ def build_image(
         return _mapped(checkpoint.blocks, directory, num_bytes, threads, progress)
     pack = _packer(kernels, threads)
 
-    def fill(region: NDArray[np.uint8], fd: int) -> None:
+    def fill(region: NDArray[np.uint8]) -> None:
         _fill(region, wanted, directory, checkpoint.path, pack, progress)
 
     return sealed_image(directory, num_bytes, fill, label=checkpoint.path, free_bytes=free_bytes)
@@ -229,33 +225,33 @@ def _mapped(
     """The file as an image, after a look at every block. Raises: CheckpointError."""
     fd = file.open()
     try:
-        image = WeightImage(fd, directory, num_bytes)
-        check_blocks(
-            {
-                name: image.panels(name) if place.kind == "matrix" else image.vector(name)
-                for name, place in directory.items()
-            },
-            label=str(file.path),
-            threads=threads,
-            progress=progress,
-        )
-        return image
-    except BaseException:
+        image = WeightImage.of_file(fd, directory, num_bytes)
+    finally:
         os.close(fd)
-        raise
+    check_blocks(
+        {
+            name: image.panels(name) if place.kind == "matrix" else image.vector(name)
+            for name, place in directory.items()
+        },
+        label=str(file.path),
+        threads=threads,
+        progress=progress,
+    )
+    return image
 
 
 def sealed_image(
     directory: Mapping[str, ImageTensor],
     num_bytes: int,
-    fill: Callable[[NDArray[np.uint8], int], None],
+    fill: Callable[[NDArray[np.uint8]], None],
     *,
     label: Path,
     free_bytes: int | None = None,
 ) -> WeightImage:
     """A new image whose zeroed region of `num_bytes` was filled by `fill`, then sealed.
 
-    `fill` gets the region mapped, and the descriptor of its file: either will do.
+    Private memory that is never written again, and so never copied by a fork; a memfd would be held
+    in small pages where the system keeps huge ones from shared memory, as most do (EXPERIMENTS.md).
 
     Raises: CheckpointError naming `label` where the memory will not suffice, before any is taken;
     what `fill` raises, and then nothing is left of the region.
@@ -266,18 +262,19 @@ def sealed_image(
             f"{label}: the weights need {size_text(num_bytes)} of memory, but "
             f"{size_text(free)} are free; end other programs or take a smaller model"
         )
-    fd = os.memfd_create("anyshard-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, num_bytes)
-        mapped = mmap.mmap(fd, num_bytes)
-        _advise_huge(mapped)
-        fill(np.frombuffer(mapped, np.uint8), fd)
-        mapped.close()  # a writable mapping would keep the seals off
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return WeightImage(fd, directory, num_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise_huge(region)
+    fill(np.frombuffer(region, np.uint8))
+    _seal(region)
+    return WeightImage(region, directory)
+
+
+def _seal(region: mmap.mmap) -> None:
+    """Whoever writes there from now on dies of it."""
+    address = np.frombuffer(region, np.uint8).ctypes.data
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(region)), mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def image_directory(

@@ -312,7 +312,7 @@ def machine_record() -> dict[str, Any]:
     return {
         "cpu": machine.cpu,
         "cores": machine.cores,
-        "huge_pages": machine.shared_huge_pages,
+        "huge_pages": machine.huge_pages,
         "linux": platform.release(),
         "load": round(os.getloadavg()[0], 2),
         "date": time.strftime("%F %H:%M UTC", time.gmtime()),

@@ -135,18 +135,13 @@ def _missing_here(machine: Machine, bodies: list[str]) -> list[tuple[str, str]]:
                 "make setup, in the sources",
             )
         )
-    for name, setting, of_what in (
-        ("shmem_enabled", machine.shared_huge_pages, "weights"),
-        ("enabled", machine.huge_pages, "KV and buffers"),
-    ):
-        if setting in ("never", "deny"):
-            word = "advise" if name == "shmem_enabled" else "madvise"
-            missing.append(
-                (
-                    f"no huge pages for {of_what}; that can cost speed",
-                    f"echo {word} | sudo tee {HUGE_PAGES}/{name}",
-                )
+    if machine.huge_pages == "never":
+        missing.append(
+            (
+                "no huge pages; that costs speed, up to a fifth in decoding",
+                f"echo madvise | sudo tee {HUGE_PAGES}/enabled",
             )
+        )
     if machine.core_quota is not None and machine.core_quota < machine.cores:
         missing.append(
             (
@@ -328,8 +323,7 @@ def _machine_lines(facts: Facts) -> list[str]:
         _row(
             "memory",
             f"{size_text(machine['memory_free'])} free of {size_text(machine['memory_total'])}",
-            f"huge pages: {machine['shared_huge_pages'] or 'none'} for weights, "
-            f"{machine['huge_pages'] or 'none'} for the rest",
+            f"huge pages: {machine['huge_pages'] or 'none'}",
         ),
         _row(
             "installed",

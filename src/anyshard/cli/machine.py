@@ -31,8 +31,8 @@ class Machine:
     """Facts, as the kernel gives them; bytes for memory.
 
     cores: that this process may run on. core_quota: how many cores' time its cgroup grants, None
-    for no limit. isa: of those that matter here. huge_pages, shared_huge_pages: the setting for
-    private memory (KV, buffers) and for shared memory (weights), None where the kernel has none.
+    for no limit. isa: of those that matter here. huge_pages: the setting for private memory, which
+    weights, KV and buffers are in; None where the kernel has none.
     """
 
     architecture: str
@@ -44,7 +44,6 @@ class Machine:
     memory_total: int
     memory_free: int
     huge_pages: str | None
-    shared_huge_pages: str | None
     compiler: str | None
     python_headers: bool
     torch_extra: bool
@@ -72,7 +71,6 @@ def read_machine(root: Path = Path("/")) -> Machine:
         memory_total=memory[0],
         memory_free=memory[1],
         huge_pages=_chosen(settings / "enabled"),
-        shared_huge_pages=_chosen(settings / "shmem_enabled"),
         compiler=_compiler(),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         torch_extra=_is_installed("torch"),
