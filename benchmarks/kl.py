@@ -72,7 +72,9 @@ def theirs(programs: llama.Llama, files: dict[str, Path], text: Path) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         base = ("-f", str(text), "-c", str(CHUNK), "--kl-divergence-base", f"{folder}/base")
         programs.run("llama-perplexity", "-m", str(files["F32"]), *base)
-        said = programs.run("llama-perplexity", "-m", str(files["Q8_0"]), *base, "--kl-divergence")
+        said = programs.run(
+            "llama-perplexity", "-m", str(files["Q8_0"]), *base, "--kl-divergence", with_log=True
+        )
     patterns = {
         "mean": r"Mean +KLD: +([\d.]+)",
         "p99.9": r"99.9% +KLD: +([\d.]+)",

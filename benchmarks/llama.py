@@ -61,15 +61,15 @@ class Llama:
     programs: Path
     commit: str
 
-    def run(self, program: str, *arguments: str) -> str:
-        """What the program prints on stdout; ends the benchmark where it fails."""
+    def run(self, program: str, *arguments: str, with_log: bool = False) -> str:
+        """What the program prints on stdout (and its log); ends the benchmark where it fails."""
         done = subprocess.run(
             [str(self.programs / program), *arguments], capture_output=True, text=True
         )
         if done.returncode:
             last = "\n".join(done.stderr.splitlines()[-SHOWN_LINES:])
             sys.exit(f"{program} {' '.join(arguments)} ended with {done.returncode}:\n{last}")
-        return done.stdout
+        return done.stdout + (done.stderr if with_log else "")
 
     def bench(self, model: Path, task: hf.Task, threads: int) -> dict[str, Any]:
         """One repetition after llama-bench's own warm-up; the record that it prints.
