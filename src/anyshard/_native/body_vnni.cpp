@@ -1,5 +1,5 @@
 // Int8 linears for AVX-512 VNNI, in vectors of 256 bits: one instruction where AVX2 takes four. All
-// other kernels are AVX2's: wider vectors made none of them faster (EXPERIMENTS.md).
+// other kernels are AVX2's; wider vectors have not been tried.
 #include <immintrin.h>
 
 #include <cstddef>

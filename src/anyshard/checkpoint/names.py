@@ -16,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.gguf import GgufFile, GgufTensor
-from anyshard.checkpoint.safetensors import SafeTensor, read_json_object, read_safetensors
+from anyshard.checkpoint.safetensors import (
+    SafeTensor,
+    parse_json_object,
+    read_json_object,
+    read_safetensors,
+)
 from anyshard.checkpoint.source import (
     Checkpoint,
     TensorSource,
@@ -187,11 +192,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         ggufs = sorted(file.name for file in directory.glob("*.gguf"))
         hint = f"; name the file itself: {directory / ggufs[0]}" if ggufs else ""
         raise CheckpointError(f"{directory}: has no config.json{hint}")
-    try:
-        config = config_from_hf(read_json_object(path))
-    except CheckpointError as error:
-        text = str(error)
-        raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+    config = parse_json_object(path, config_from_hf)
     tensors, label = _read_shards(directory)
     check_depth(config, len(tensors), label=label)
     names = {name: hf_name(name) for name in config.tensor_shapes()}

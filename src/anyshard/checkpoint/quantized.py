@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from anyshard.checkpoint.safetensors import SafeFile, read_json_object, read_whole
+from anyshard.checkpoint.safetensors import SafeFile, parse_json_object, read_whole
 from anyshard.checkpoint.source import (
     BlockFile,
     Checkpoint,
@@ -110,11 +110,7 @@ def open_quantized(directory: Path) -> Checkpoint:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory}: has no config.json")
-    try:
-        config = config_of_fields(read_json_object(path))
-    except CheckpointError as error:
-        text = str(error)
-        raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+    config = parse_json_object(path, config_of_fields)
     weights = directory / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{directory}: has no {WEIGHTS}")

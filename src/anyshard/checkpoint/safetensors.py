@@ -7,11 +7,11 @@ accepts a header that names one tensor twice. Knows nothing of models.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,21 @@ from anyshard.checkpoint.gguf import map_file
 from anyshard.checkpoint.widen import StoredType
 from anyshard.errors import CheckpointError
 
-__all__ = ["SafeFile", "SafeTensor", "read_json_object", "read_safetensors", "read_whole"]
+__all__ = [
+    "SafeFile",
+    "SafeTensor",
+    "parse_json_object",
+    "read_json_object",
+    "read_safetensors",
+    "read_whole",
+]
 
 _MAX_HEADER: Final = 100_000_000  # bytes; the library's own limit
 _MAX_JSON: Final = 64 << 20  # bytes of a configuration file
 _MAX_RANK: Final = 8
 _TYPES: Final[dict[str, StoredType]] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _BLOCK_TYPES: Final[dict[str, StoredType]] = {"F32": "F32", "I8": "INT8"}
+_Parsed = TypeVar("_Parsed")
 _BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "INT8": 1}
 
 
@@ -51,6 +59,18 @@ class SafeFile:
     metadata: dict[str, Any]
     data_start: int
     offsets: dict[str, int]
+
+
+def parse_json_object(path: Path, parse: Callable[[Mapping[str, Any]], _Parsed]) -> _Parsed:
+    """What `parse` makes of the JSON object in a small text file.
+
+    Raises: CheckpointError that names the file, also where `parse` names only the field.
+    """
+    try:
+        return parse(read_json_object(path))
+    except CheckpointError as error:
+        text = str(error)
+        raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
