@@ -42,6 +42,7 @@ from anyshard.model import Program, program
 from anyshard.ops import Body, KernelChoice, choose_body
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.control_word import set_control_word
+from anyshard.ops.digest import U64
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
@@ -289,6 +290,7 @@ class Engine:
         self._next_id = 0
         self._cancelled: set[int] = set()
         self._log = DigestLog(self.programs) if options.record else None
+        self._unfolded: tuple[list[RecordedRow], list[U64]] | None = None
         self.control: FrontControl = group.start(
             Start(
                 epoch=epoch,
@@ -337,6 +339,7 @@ class Engine:
         The row that failed is left out. Needs `EngineOptions.record`.
         """
         assert self._log is not None
+        self._fold()
         return self._log.take(request_id, emitted=emitted)
 
     def end_session(self, session: int) -> None:
@@ -394,15 +397,23 @@ class Engine:
         start = time.monotonic()
         frame = self._frame(tick)
         sequence = self.control.send_frame(*frame)
+        self._fold()
         result = self.control.wait_result(
             sequence, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
         if self._log is not None:
             parts = self.control.wait_digests(sequence, len(tick.rows))
-            self._log.add(self._recorded(tick, result), parts)
+            self._unfolded = (self._recorded(tick, result), parts)
             codes = self._log.faults(parts)
         self._account(tick, time.monotonic() - start)
         return result, codes
+
+    def _fold(self) -> None:
+        """Take the last step's digests into the log: while the next one runs, which leaves their
+        slot alone, or when somebody asks for them."""
+        if self._log is not None and self._unfolded is not None:
+            self._log.add(*self._unfolded)
+            self._unfolded = None
 
     def _recorded(self, tick: Tick, result: Result) -> list[RecordedRow]:
         """The rows of a tick as the log wants them."""

@@ -105,6 +105,8 @@ class DigestLog:
         codes = np.stack(
             [part[:, column] for column, part in zip(self._fault_columns, parts, strict=True)]
         )
+        if not codes.any():
+            return [0] * codes.shape[1]
         earliest = np.where(codes == 0, _NO_FAULT, codes).min(axis=0)
         return [0 if code == _NO_FAULT else int(code) for code in earliest]
 
