@@ -75,3 +75,15 @@ def mapping_of(image: WeightImage) -> tuple[str, str, int]:
         elif inside and line.startswith("Rss:"):
             resident = int(line.split()[1]) * 1024
     return (*head, resident)
+
+
+def flags_of(image: WeightImage) -> list[str]:
+    """What the kernel was advised of it: `hg` for huge pages."""
+    address, inside = np.frombuffer(image.region, np.uint8).ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        place = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if place is not None:
+            inside = int(place[1], 16) <= address < int(place[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cached import mapping_of
+from cached import flags_of, mapping_of
 from gguf_files import TINY, write_tiny_gguf
 from models import ADVERSARIAL_9_3, write_hf_model
 from safetensors.numpy import load_file, save_file
@@ -158,6 +158,7 @@ def test_image_is_sealed_and_read_only(tiny: Checkpoint) -> None:
     assert mapping_of(image)[:2] == ("r--p", ""), "private, and whoever writes there dies"
     with pytest.raises(ValueError, match="cannot set WRITEABLE"):
         panels.flags.writeable = True
+    assert "hg" in flags_of(image), "no huge pages were asked for"
     before = panels.copy()
     image.close()
     image.close()

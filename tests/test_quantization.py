@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 from cached import SMALL
 from gguf_models import write_gguf_model
-from models import ADVERSARIAL_9_3, write_hf_model
+from models import ADVERSARIAL_9_3, ADVERSARIAL_HEAD_80, write_hf_model
 
+from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
+from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.cli import main
+from anyshard.config import Arithmetic
 from anyshard.engine import f32_profile, int8_profile
+from anyshard.layout import plan
+from anyshard.model import program
+from anyshard.ops.storage import unpack_blocks
 
 TWO_LAYERS = replace(SMALL, num_layers=2)
 Capture = pytest.CaptureFixture[str]
@@ -101,3 +107,45 @@ def test_an_unknown_word_is_refused(capfd: Capture) -> None:
     assert main(["generate", "--prompt", "a", "--quantization", "int4"]) == 2
     said = capfd.readouterr().err
     assert '"auto", "none", "int8"' in said
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q6_K"])
+def test_native_and_numpy_build_the_same_int8_image(kind: str, tmp_path: Path) -> None:
+    """Random blocks of Q8_0 hold -128 in one of eight; heads of 48 are cut by those of 32."""
+    config = replace(SMALL, num_heads=16, num_kv_heads=4, head_dim=48) if kind[0] == "Q" else SMALL
+    write_gguf_model(tmp_path / "m.gguf", config, kind=kind, seed=4)
+    checkpoint = open_checkpoint(str(tmp_path / "m.gguf"))
+    numpy = build_image(checkpoint, threads=1, kernels="reference", arithmetic="int8")
+    assert build_image(checkpoint, threads=2, arithmetic="int8").sha256() == numpy.sha256()
+    stays = sum(
+        int((unpack_blocks(numpy.panels(name), np.arange(place.shape[0]))[0] == -128).sum())
+        for name, place in numpy.directory.items()
+        if place.kind == "matrix"
+    )
+    assert stays == 0
+    if kind == "Q8_0":
+        raw = np.concatenate(
+            [each.raw for each in checkpoint.sources.values() if each.type == kind]
+        )
+        assert (raw.reshape(-1, 34)[:, 2:] == 0x80).any(axis=1).mean() > 0.05, "no block to show it"
+
+
+def test_the_cache_keeps_int8_and_float32_apart(q4k: Checkpoint, tmp_path: Path) -> None:
+    kept = ImageCache(folder=tmp_path)
+    both: tuple[Arithmetic, ...] = ("int8", "f32")
+    for arithmetic in (*both, *both):  # built, then read
+        built = build_image(q4k, threads=1, arithmetic=arithmetic)
+        image, said = load_image(q4k, threads=2, cache=kept, arithmetic=arithmetic)
+        assert (image.sha256(), image.to_json(), said) == (built.sha256(), built.to_json(), "")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_ledger_counts_what_pads_a_block() -> None:
+    """Heads of 80: three blocks each in o_proj, where 2.5 would do."""
+    profile = int8_profile()
+    layout = plan(ADVERSARIAL_HEAD_80, tp=3, leaf=profile.leaf)
+    for rank in range(3):
+        here = program(ADVERSARIAL_HEAD_80, profile, layout, rank)
+        o_proj = next(op for op in here.ops if op.kind == "o_proj")
+        heads = here.heads[1] - here.heads[0]
+        assert o_proj.weight_bytes == ADVERSARIAL_HEAD_80.hidden * 3 * heads * (32 + 2)
