@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from decimal import Context, Decimal, localcontext
 
@@ -241,6 +242,17 @@ def test_the_rule_is_twice_the_error_of_hf() -> None:
     assert "NOT as accurate" in report(2.1, 1.0).verdict
     assert "2.10 at 3" in report(2.1, 1.0).verdict
     assert "--against hf" in report(1.0, None).verdict
+
+
+def test_int8_is_shown_beside_hf_and_not_judged_by_it() -> None:
+    """HF computes in float32: the rule is of one arithmetic."""
+    far = report(900.0, 1.0)
+    int8 = msgspec.structs.replace(
+        far, manifest=msgspec.structs.replace(far.manifest, profile="int8")
+    )
+    assert far.passed is False and int8.passed is None
+    assert "900.00 at 3" in int8.verdict and "--quantization none" in int8.verdict
+    assert json.loads(int8.to_json())["passed"] is None
 
 
 def test_every_length_must_pass() -> None:

@@ -132,7 +132,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool | None:
-        """Whether ours is at most TIMES_HF times as far off as HF, at every length; None alone."""
+        """Whether ours is at most TIMES_HF times as far off as HF, at every length.
+
+        None where there is no HF, or none of the same arithmetic: HF is in float32.
+        """
+        if self.manifest.profile != "f32":
+            return None
         ratios = [each.ratio for each in self.lengths if each.ratio is not None]
         return all(ratio <= TIMES_HF for ratio in ratios) if ratios else None
 
@@ -143,6 +148,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if not ratios:
             return "reported only: without HF (--against hf) there is nothing to be as accurate as"
         told = ", ".join(f"{ratio:.2f} at {length}" for length, ratio in ratios.items())
+        if self.passed is None:
+            return (
+                f"reported only: HF is in float32, no peer of {self.manifest.profile} (rms error of "
+                f"the logits over HF's: {told}); --quantization none is held against it"
+            )
         rule = f"(rms error of the logits over HF's: {told}; at most {TIMES_HF:g} is allowed)"
         return f"{'accurate' if self.passed else 'NOT as accurate as HF'} {rule}"
 
