@@ -150,8 +150,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         told = ", ".join(f"{ratio:.2f} at {length}" for length, ratio in ratios.items())
         if self.passed is None:
             return (
-                f"reported only: HF is in float32, no peer of {self.manifest.profile} (rms error of "
-                f"the logits over HF's: {told}); --quantization none is held against it"
+                f"reported only: HF is in float32, no peer of {self.manifest.profile} (rms error "
+                f"of the logits over HF's: {told}); --quantization none is held against it"
             )
         rule = f"(rms error of the logits over HF's: {told}; at most {TIMES_HF:g} is allowed)"
         return f"{'accurate' if self.passed else 'NOT as accurate as HF'} {rule}"
