@@ -443,8 +443,12 @@ def test_calls_are_played_back_in_their_order_only(tmp_path: Path) -> None:
 
 NOT_OPS = {
     "read_streams",
+    "Bound",
+    "Exchange",
     "Gather",
+    "Op",
     "Pool",
+    "Walk",
     "available_bodies",
     "shm_abort",
     "shm_publish",

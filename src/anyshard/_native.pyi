@@ -26,16 +26,20 @@ import numpy.typing as npt
 
 __all__ = [
     "Attention",
+    "Bound",
     "Digest",
     "DigestKv",
     "Embed",
+    "Exchange",
     "GateUp",
     "Gather",
     "Head",
+    "Op",
     "Pool",
     "Qkv",
     "Reduce",
     "RowLinear",
+    "Walk",
     "argmax",
     "available_bodies",
     "digest_panels",
@@ -83,8 +87,17 @@ class Pool:
     def close(self) -> None:
         """End the threads; a later `run` on this pool raises RuntimeError."""
 
+class Bound:
+    """A call of a step, as a Walk makes it."""
+
+class Op(Bound):
+    """One that computes."""
+
+    def run(self, rows: int) -> None:
+        """So many rows."""
+
 @final
-class Embed:
+class Embed(Op):
     """out[row] = embedding row tokens[row]. panels [V/8, D, 8], tokens [R], out [R, D]."""
 
     def __init__(
@@ -94,7 +107,7 @@ class Embed:
         """Fill out[:rows]."""
 
 @final
-class Qkv:
+class Qkv(Op):
     """Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages.
 
     x [R, D], norm_weight [D], q_out [R, H*d], cos and sin [C, d/2], k_cache [P, G, d, 32],
@@ -135,7 +148,7 @@ class Qkv:
         """Rows of this step; their k and v are in the cache when it returns."""
 
 @final
-class Attention:
+class Attention(Op):
     """Each row attends to keys 0..position of its slot. q and out [R, H*d], kv_head_of [H]."""
 
     def __init__(
@@ -157,7 +170,7 @@ class Attention:
         """Fill out[:rows]; a head with a score outside +-2^20 gets NaN and its row a fault."""
 
 @final
-class RowLinear:
+class RowLinear(Op):
     """This rank's nodes of a row-parallel linear. a [R, K], out: at least nodes*R*N floats."""
 
     def __init__(
@@ -174,7 +187,7 @@ class RowLinear:
         """Write [nodes][rows][N], packed for these rows, to the front of out."""
 
 @final
-class Reduce:
+class Reduce(Op):
     """x += merged nodes of all ranks (+ bias). sources: one flat array a rank, in rank order."""
 
     def __init__(
@@ -191,7 +204,7 @@ class Reduce:
         """Node j of a source is at [(j * rows + row) * N + n]."""
 
 @final
-class GateUp:
+class GateUp(Op):
     """Norm, gate and up projections with bias, out = SiLU(gate) * up. x [R, D], out [R, F]."""
 
     def __init__(
@@ -215,7 +228,7 @@ class GateUp:
         """Fill out[:rows]."""
 
 @final
-class Head:
+class Head(Op):
     """Logits of sampled rows: out[i] = head(norm(x[sample_rows[i]])). out [R, V]."""
 
     def __init__(
@@ -234,11 +247,11 @@ class Head:
         row_fault: I32,
         fault_code: int,
     ) -> None: ...
-    def run(self, num_sampled: int) -> None:
-        """Fill out[:num_sampled]."""
+    def run(self, rows: int) -> None:
+        """Fill out[:rows], of as many sampled rows."""
 
 @final
-class Digest:
+class Digest(Op):
     """out[row, columns[i]] = digest of sources[i][row], from index firsts[i] on. out [R, P]."""
 
     def __init__(
@@ -254,7 +267,7 @@ class Digest:
         """Fill the columns of out[:rows]."""
 
 @final
-class DigestKv:
+class DigestKv(Op):
     """Digests of stored k and v of heads first_head:stop_head, into column and column + 1."""
 
     def __init__(
@@ -339,6 +352,37 @@ class Gather:
 
     def wait(self, value: int, timeout_us: int) -> int:
         """0 reached, -1 aborted, 1 + i: peer i is late."""
+
+@final
+class Exchange(Bound):
+    """An exchange of comm/shm.py; see NativeSignals.exchange there for what it is given."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        step: U32,
+        even_sizes: U32,
+        odd_sizes: U32,
+        places: Sequence[int],
+        sent: npt.NDArray[np.int64],
+        floats: Sequence[int],
+        messages: int,
+        tp_rank: int,
+        slice_us: int,
+    ) -> None: ...
+
+@final
+class Walk:
+    """Calls made one after the other, each of which adds 1 to operations[0]."""
+
+    def __init__(self, calls: Sequence[Bound], operations: U64) -> None: ...
+    def run(self, rows: int, first: int) -> int:
+        """Calls from number `first` on; the number of one whose wait has not been reached, which
+        is to be ended before the next, or how many there are."""
+
+    @property
+    def status(self) -> int:
+        """How that wait stands, as Gather.run says it."""
 
 def shm_publish(words: U32, index: int, value: int) -> None:
     """Store value on a line and wake its sleepers."""

@@ -23,6 +23,7 @@ from anyshard.ops.coefficients import LOG2_E
 from anyshard.ops.digest import U64
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.storage import Panels, panel_cut
+from anyshard.walk import Gathering, Several
 
 __all__ = ["Binder", "FaultCode", "Workspace"]
 
@@ -205,8 +206,7 @@ class Binder:
     def _gather(self, op: Op) -> Callable[[int], None]:
         exchange, width = self.nodes, self.w.config.hidden
         mine = op.sum.nodes_per_rank[self.w.program.tp_index] * width
-        padded = op.wire_floats
-        return lambda rows: exchange.run(rows * mine, rows * padded)
+        return Gathering(exchange, row_floats=mine, row_wire=op.wire_floats)
 
     _gather_o = _gather
     _gather_down = _gather
@@ -295,14 +295,7 @@ class Binder:
         for replica in (each for each in op.replicas if each.point == "k"):
             heads = (replica.head, replica.head + 1)
             runs.append(self._digest_kv(op, heads, here.replica_column(replica)))
-        if len(runs) == 1:
-            return runs[0]
-
-        def run_all(rows: int) -> None:
-            for run in runs:
-                run(rows)
-
-        return run_all
+        return Several(runs)
 
     def _digest_kv(self, op: Op, heads: Span, column: int) -> Callable[[int], None]:
         """Of stored k and v of global KV heads, into a column and the next."""

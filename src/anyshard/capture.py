@@ -303,10 +303,6 @@ class _TappedExchange:
         """Of the buffers that the next `run` publishes."""
         return self._exchange.parity
 
-    @parity.setter
-    def parity(self, value: int) -> None:
-        self._exchange.parity = value
-
     def send_buffer(self, parity: int) -> FloatArray:
         """See Exchange."""
         return self._exchange.send_buffer(parity)
@@ -319,6 +315,12 @@ class _TappedExchange:
         """See Exchange."""
         exchange = self._exchange
         self._tap.exchanged(exchange, self._name, lambda: exchange.run(num_floats, wire_floats))
+
+    def native(self, row_floats: int, row_wire: int) -> None:
+        """See Exchange; what a walk moves could not be looked at."""
+
+    def end(self, status: int, num_floats: int, wire_floats: int) -> None:
+        """There is no native part to end."""
 
 
 class TappedComm:

@@ -42,7 +42,6 @@ from anyshard.model import Program, program
 from anyshard.ops import Body, KernelChoice, choose_body
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.control_word import set_control_word
-from anyshard.ops.digest import U64
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
@@ -287,10 +286,12 @@ class Engine:
         )
         self._queue: deque[tuple[int, Request]] = deque()  # submitted, and not yet in the batch
         self._queued_tokens = 0  # of their prompts
+        self._rows = np.zeros(self.limits.rows_max, ROW)  # of a frame
         self._next_id = 0
         self._cancelled: set[int] = set()
-        self._log = DigestLog(self.programs) if options.record else None
-        self._unfolded: tuple[list[RecordedRow], list[U64]] | None = None
+        rows_max = self.limits.rows_max
+        self._log = DigestLog(self.programs, rows_max=rows_max) if options.record else None
+        self._uncollected: tuple[Tick, Result, tuple[Sequence, ...]] | None = None
         self.control: FrontControl = group.start(
             Start(
                 epoch=epoch,
@@ -339,7 +340,7 @@ class Engine:
         The row that failed is left out. Needs `EngineOptions.record`.
         """
         assert self._log is not None
-        self._fold()
+        self._collect_digests()
         return self._log.take(request_id, emitted=emitted)
 
     def end_session(self, session: int) -> None:
@@ -397,45 +398,29 @@ class Engine:
         start = time.monotonic()
         frame = self._frame(tick)
         sequence = self.control.send_frame(*frame)
-        self._fold()
+        self._collect_digests()
         result = self.control.wait_result(
             sequence, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
         if self._log is not None:
-            parts = self.control.wait_digests(sequence, len(tick.rows))
-            self._unfolded = (self._recorded(tick, result), parts)
-            codes = self._log.faults(parts)
+            self._uncollected = (tick, result, self.batch.running)
+            if result.faults.any():
+                codes = self._log.faults(self.control.wait_digests(sequence, len(tick.rows)))
         self._account(tick, time.monotonic() - start)
         return result, codes
 
-    def _fold(self) -> None:
+    def _collect_digests(self) -> None:
         """Take the last step's digests into the log: while the next one runs, which leaves their
         slot alone, or when somebody asks for them."""
-        if self._log is not None and self._unfolded is not None:
-            self._log.add(*self._unfolded)
-            self._unfolded = None
+        if self._log is not None and self._uncollected is not None:
+            tick, result, running = self._uncollected
+            parts = self.control.wait_digests(result.sequence, len(tick.rows))
+            self._log.add(_recorded_rows(tick, result, running), parts)
+            self._uncollected = None
 
-    def _recorded(self, tick: Tick, result: Result) -> list[RecordedRow]:
-        """The rows of a tick as the log wants them."""
-        by_slot = {s.slot: s for s in self.batch.running}
-        failed: dict[int, int] = {}  # slot to its first position that failed
-        for row, fault in zip(tick.rows, result.faults, strict=True):
-            if fault:
-                failed[row.slot] = min(row.position, failed.get(row.slot, row.position))
-        return [
-            RecordedRow(
-                by_slot[row.slot].request_id,
-                row.position,
-                row.through_head,
-                by_slot[row.slot].emitted if row.sample else None,
-                is_kept=row.position < failed.get(row.slot, row.position + 1),
-            )
-            for row in tick.rows
-        ]
-
-    def _frame(self, tick: Tick) -> tuple[np.ndarray, np.ndarray, bytes]:
+    def _frame(self, tick: Tick) -> tuple[np.ndarray, np.ndarray | None, bytes]:
         requests = {s.slot: s.request for s in self.batch.running}
-        rows = np.zeros(len(tick.rows), ROW)
+        rows = self._rows[: len(tick.rows)]
         for index, row in enumerate(tick.rows):
             request = requests[row.slot]
             flags = 0
@@ -444,10 +429,11 @@ class Engine:
                 flags |= ROW_LOGITS if row.logits else 0
                 flags |= ROW_WHOLE if request.needs_logits else 0
             rows[index] = (row.slot, row.position, row.token, 0, flags)
-        pages = [(s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)]
+        news = [(s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)]
+        pages = np.array(news, PAGE) if news else None
         drawn: dict[int, Sampling] = {s.slot: s.request.sampling for s in tick.admitted}
         note = msgspec.msgpack.encode(drawn) if drawn else b""
-        return rows, np.array(pages, PAGE), note
+        return rows, pages, note
 
     def _account(self, tick: Tick, seconds: float) -> None:
         by_slot = {s.slot: s for s in self.batch.running}
@@ -523,6 +509,25 @@ class Engine:
         """Tell the ranks to stop and end them."""
         self.control.send_stop()
         self.group.end()
+
+
+def _recorded_rows(tick: Tick, result: Result, running: tuple[Sequence, ...]) -> list[RecordedRow]:
+    """The rows of a tick as the log wants them; `running` before its result was applied."""
+    by_slot = {s.slot: s for s in running}
+    failed: dict[int, int] = {}  # slot to its first position that failed
+    for row, fault in zip(tick.rows, result.faults.tolist(), strict=True):
+        if fault:
+            failed[row.slot] = min(row.position, failed.get(row.slot, row.position))
+    return [
+        RecordedRow(
+            by_slot[row.slot].request_id,
+            row.position,
+            row.through_head,
+            by_slot[row.slot].emitted if row.sample else None,
+            is_kept=row.position < failed.get(row.slot, row.position + 1),
+        )
+        for row in tick.rows
+    ]
 
 
 def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:

@@ -6,11 +6,12 @@ counts and a row table, nothing else. Knows nothing of text, requests or other e
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from anyshard.binder import Binder, FaultCode
 from anyshard.capture import Capture, Tap
@@ -25,10 +26,11 @@ from anyshard.model import Op, Program, program
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.digest import KEY_PADDING, digest_keys
-from anyshard.ops.exact import F32, I32
+from anyshard.ops.exact import F32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
 from anyshard.request import Sampling
+from anyshard.walk import walks
 
 __all__ = [
     "ROW_LOGITS",
@@ -132,7 +134,7 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
     config = part.config
     head_floats = 2 * (part.heads[1] - part.heads[0]) * config.head_dim  # q and a
     row_floats = config.hidden + head_floats + part.ffn[1] - part.ffn[0]
-    row_ints, slot_ints = 4, 1  # token, position, slot, fault; sampled row
+    row_ints, slot_ints = 5, 1  # token, position, slot, fault, drawn token; sampled row
     vocab = part.vocab[1] - part.vocab[0]
     if part.rank == part.layout.sampler and part.layout.tp > 1:
         vocab += config.vocab
@@ -208,6 +210,7 @@ class Worker:
         self.row_slot = np.zeros(rows, np.int32)
         self.row_fault = np.zeros(rows, np.int32)
         self.sample_rows = np.zeros(plan.sampled_max, np.int32)
+        self.drawn = np.zeros(rows, np.int32)
         blocks = -(-plan.max_model_len // profile.kv_block)
         self.page_table = np.zeros((plan.num_slots, blocks), np.int32)
         self.cos, self.sin = rope_table(
@@ -226,33 +229,36 @@ class Worker:
 
     def serve(self) -> None:
         """Walk frames until the front says stop."""
-        step = self.step if self.tap is None else self.tap.around(self)
+        step: Callable[[Frame], None] = self.step
+        if self.tap is None:
+            operations = self.control.status.operations
+            self.body, self.head = walks(self.body, operations), walks(self.head, operations)
+        else:
+            step = self.tap.around(self)
         while (frame := self.control.next_frame()) is not None:
             step(frame)
 
     def step(self, frame: Frame) -> None:
-        """One frame through this rank's ops; the sampler answers."""
+        """One frame through this rank's ops; the sampler answers. Makes no array: held by
+        test_steady.py."""
         rows = len(frame.rows)
         self._take(frame)
         status = self.control.status
         for run in self.body:
             run(rows)
             status.beat()
-        wanted = frame.rows["flags"]
-        sampled = np.flatnonzero(wanted & ROW_SAMPLE)
-        tokens = np.full(rows, -1, np.int32)
         logits: F32 | None = None
-        if len(sampled) and self.program.stage == self.plan.layout.pp - 1:
-            logits = self._sample(sampled, wanted[sampled], tokens)
+        if self.program.stage == self.plan.layout.pp - 1:
+            logits = self._sample(frame.rows["flags"].tolist())
         faults = self.row_fault[:rows]
-        if faults.any():
-            status.fault(sequence=frame.sequence, code=int(faults[faults > 0].min()))
+        if codes := [code for code in faults.tolist() if code]:
+            status.fault(sequence=frame.sequence, code=min(codes))
         status.report(self.comm.counters)
         if self.plan.record:
             self.digests[:rows, -1] = faults
             self.control.post_digests(frame.sequence, self.digests[:rows])
         if self.is_sampler:
-            self.control.post_result(frame.sequence, tokens, faults, logits)
+            self.control.post_result(frame.sequence, self.drawn[:rows], faults, logits)
 
     def _take(self, frame: Frame) -> None:
         """Row table, page table and sampling parameters of a frame, into the bound arrays."""
@@ -260,25 +266,33 @@ class Worker:
         self.tokens[:rows] = frame.rows["token"]
         self.positions[:rows] = frame.rows["position"]
         self.row_slot[:rows] = frame.rows["slot"]
-        self.row_fault[:rows] = 0
+        self.row_fault[:rows].fill(0)
+        self.drawn[:rows].fill(-1)
         if len(frame.pages):
             self.page_table[frame.pages["slot"], frame.pages["block"]] = frame.pages["page"]
         if frame.note:
             self.sampling |= msgspec.msgpack.decode(frame.note, type=dict[int, Sampling])
 
-    def _sample(self, sampled: npt.NDArray[np.intp], flags: I32, tokens: I32) -> F32 | None:
-        """Run the head over the sampled rows and fill their tokens (on the sampler).
+    def _sample(self, flags: list[int]) -> F32 | None:
+        """Run the head over the rows that want it and draw their tokens (on the sampler).
 
         Returns the logit rows wanted, in row order, or None.
         """
+        sampled = [row for row, flag in enumerate(flags) if flag & ROW_SAMPLE]
+        if not sampled:
+            return None
         count = len(sampled)
-        self.sample_rows[:count] = sampled
+        for index, row in enumerate(sampled):
+            self.sample_rows[index] = row
         for run in self.head:
             run(count)
-        drawn = [self.sampling.get(int(slot), Sampling()) for slot in self.row_slot[sampled]]
-        if self.comm.tp > 1 and not (flags & (ROW_LOGITS | ROW_WHOLE)).any():
+        slots = [int(self.row_slot[row]) for row in sampled]
+        drawn = [self.sampling.get(slot, Sampling()) for slot in slots]
+        wanted = [index for index, row in enumerate(sampled) if flags[row] & ROW_LOGITS]
+        whole = bool(wanted) or any(flags[row] & ROW_WHOLE for row in sampled)
+        if self.comm.tp > 1 and not whole:
             assert all(sampling.greedy for sampling in drawn)
-            self._exchange_pairs(sampled, tokens)
+            self._exchange_pairs(sampled)
             return None
         if self.comm.tp > 1:
             self._gather_logits(count)
@@ -291,12 +305,12 @@ class Worker:
                 drawn[index],
                 position=int(self.positions[row]) + 1,
             )
-            tokens[row] = token
-            self._check(row, token)
-        rows = np.flatnonzero(flags & ROW_LOGITS)
-        return self.logits_RV[rows] if len(rows) else None
+            self._draw(row, token)
+        return self.logits_RV[wanted] if wanted else None
 
-    def _check(self, row: np.intp, token: int) -> None:
+    def _draw(self, row: int, token: int) -> None:
+        """Keep the token of a row; -1: its logits are not finite."""
+        self.drawn[row] = token
         if token < 0 and self.row_fault[row] == 0:
             self.row_fault[row] = FaultCode.head(self.config.num_layers)
 
@@ -311,32 +325,34 @@ class Worker:
                 shard = source[: count * (stop - start)].reshape(count, stop - start)
                 self.logits_RV[:count, start:stop] = shard
 
-    def _exchange_pairs(self, sampled: npt.NDArray[np.intp], tokens: I32) -> None:
+    def _exchange_pairs(self, sampled: list[int]) -> None:
         """Greedy rows that nobody wants logits of: only (value, id) of each rank's best travel."""
         exchange = self.comm.exchange("pairs")
         parity, count = exchange.parity, len(sampled)
-        mine = exchange.send_buffer(parity)[: 2 * count].reshape(count, 2)
+        mine = exchange.send_buffer(parity)
+        ids = mine.view(np.int32)
         for index in range(count):
-            mine[index] = self._best_here(index)
+            mine[2 * index], ids[2 * index + 1] = self._best_here(index)
         exchange.run(2 * count, 2 * count)
         if not self.is_sampler:
             return
         sources = exchange.sources(parity)
         for index, row in enumerate(sampled):
-            pairs = [source[2 * index : 2 * index + 2] for source in sources]
-            values = np.array([pair[0] for pair in pairs])
-            winner = int(np.argmax(values))  # ranks hold ascending ids: the first wins a tie
-            token = int(pairs[winner][1:].view(np.int32)[0])
-            tokens[row] = token if np.isfinite(values[winner]) else -1
-            self._check(row, int(tokens[row]))
+            values = [float(source[2 * index]) for source in sources]
+            # ranks hold ascending ids: the first wins a tie; a NaN wins over all
+            winner = next((i for i, value in enumerate(values) if value != value), None)
+            if winner is None:
+                winner = values.index(max(values))
+            token = int(sources[winner].view(np.int32)[2 * index + 1])
+            self._draw(row, token if math.isfinite(values[winner]) else -1)
 
-    def _best_here(self, index: int) -> F32:
+    def _best_here(self, index: int) -> tuple[float, int]:
+        """The best value of a row's logits here, and its token id."""
         shard = self.shard_RV[index]
         if not len(shard):
-            return np.array([-np.inf, 0], np.float32)
+            return -math.inf, 0
         best, value = self.kernels.module.argmax(shard)
-        token = np.array([self.program.vocab[0] + max(best, 0)], np.int32)
-        return np.array([value, token.view(np.float32)[0]], np.float32)
+        return value, self.program.vocab[0] + max(best, 0)
 
 
 def _is_head(op: Op) -> bool:

@@ -17,6 +17,8 @@ using namespace nb::literals;
 void bind_shm(nb::module_& m);     // shm.cpp
 void bind_digest(nb::module_& m);  // digest_bindings.cpp
 void bind_probe(nb::module_& m);   // probe.cpp
+void bind_bound(nb::module_& m);   // walk_bindings.cpp
+void bind_walk(nb::module_& m);
 
 namespace anyshard {
 namespace {
@@ -33,48 +35,45 @@ void bind_pool(nb::module_& m) {
 }
 
 void bind_embed(nb::module_& m) {
-  nb::class_<Embed>(m, "Embed")
+  nb::class_<Embed, Op>(m, "Embed")
       .def(
           "__init__",
           [](Embed* self, Pool& pool, nb::object panels, int64_t vocab, nb::object tokens,
              nb::object out) {
             new (self) Embed(pool, panels.ptr(), vocab, tokens.ptr(), out.ptr());
           },
-          "pool"_a, "panels"_a.none(), "vocab"_a, "tokens"_a, "out"_a, nb::keep_alive<1, 2>())
-      .def("run", &Embed::run, "rows"_a, NoGil());
+          "pool"_a, "panels"_a.none(), "vocab"_a, "tokens"_a, "out"_a, nb::keep_alive<1, 2>());
 }
 
 void bind_qkv(nb::module_& m) {
-  nb::class_<Qkv>(m, "Qkv")
-      .def(
-          "__init__",
-          [](Qkv* self, Pool& pool, nb::object x, nb::object norm_weight, double eps,
-             nb::object q_panels, nb::object k_panels, nb::object v_panels, nb::object q_bias,
-             nb::object k_bias, nb::object v_bias, nb::object q_norm, nb::object k_norm,
-             nb::object leaf_lengths, nb::object merges, int head_dim, double q_scale,
-             nb::object cosine, nb::object sine, nb::object positions, nb::object q_out,
-             nb::object k_cache, nb::object v_cache, nb::object page_table, nb::object row_slot,
-             nb::object row_fault, int fault_code) {
-            new (self) Qkv(pool, {x.ptr(),          norm_weight.ptr(), eps,
-                                  q_panels.ptr(),   k_panels.ptr(),    v_panels.ptr(),
-                                  q_bias.ptr(),     k_bias.ptr(),      v_bias.ptr(),
-                                  q_norm.ptr(),     k_norm.ptr(),      leaf_lengths.ptr(),
-                                  merges.ptr(),     head_dim,          q_scale,
-                                  cosine.ptr(),     sine.ptr(),        positions.ptr(),
-                                  q_out.ptr(),      k_cache.ptr(),     v_cache.ptr(),
-                                  page_table.ptr(), row_slot.ptr(),    row_fault.ptr(),
-                                  fault_code});
-          },
-          "pool"_a, "x"_a, "norm_weight"_a, "eps"_a, "q_panels"_a.none(), "k_panels"_a.none(),
-          "v_panels"_a.none(), "q_bias"_a.none(), "k_bias"_a.none(), "v_bias"_a.none(),
-          "q_norm"_a.none(), "k_norm"_a.none(), "leaf_lengths"_a, "merges"_a, "head_dim"_a,
-          "q_scale"_a, "cos"_a, "sin"_a, "positions"_a, "q_out"_a, "k_cache"_a, "v_cache"_a,
-          "page_table"_a, "row_slot"_a, "row_fault"_a, "fault_code"_a, nb::keep_alive<1, 2>())
-      .def("run", &Qkv::run, "rows"_a, NoGil());
+  nb::class_<Qkv, Op>(m, "Qkv").def(
+      "__init__",
+      [](Qkv* self, Pool& pool, nb::object x, nb::object norm_weight, double eps,
+         nb::object q_panels, nb::object k_panels, nb::object v_panels, nb::object q_bias,
+         nb::object k_bias, nb::object v_bias, nb::object q_norm, nb::object k_norm,
+         nb::object leaf_lengths, nb::object merges, int head_dim, double q_scale,
+         nb::object cosine, nb::object sine, nb::object positions, nb::object q_out,
+         nb::object k_cache, nb::object v_cache, nb::object page_table, nb::object row_slot,
+         nb::object row_fault, int fault_code) {
+        new (self) Qkv(pool, {x.ptr(),          norm_weight.ptr(), eps,
+                              q_panels.ptr(),   k_panels.ptr(),    v_panels.ptr(),
+                              q_bias.ptr(),     k_bias.ptr(),      v_bias.ptr(),
+                              q_norm.ptr(),     k_norm.ptr(),      leaf_lengths.ptr(),
+                              merges.ptr(),     head_dim,          q_scale,
+                              cosine.ptr(),     sine.ptr(),        positions.ptr(),
+                              q_out.ptr(),      k_cache.ptr(),     v_cache.ptr(),
+                              page_table.ptr(), row_slot.ptr(),    row_fault.ptr(),
+                              fault_code});
+      },
+      "pool"_a, "x"_a, "norm_weight"_a, "eps"_a, "q_panels"_a.none(), "k_panels"_a.none(),
+      "v_panels"_a.none(), "q_bias"_a.none(), "k_bias"_a.none(), "v_bias"_a.none(),
+      "q_norm"_a.none(), "k_norm"_a.none(), "leaf_lengths"_a, "merges"_a, "head_dim"_a, "q_scale"_a,
+      "cos"_a, "sin"_a, "positions"_a, "q_out"_a, "k_cache"_a, "v_cache"_a, "page_table"_a,
+      "row_slot"_a, "row_fault"_a, "fault_code"_a, nb::keep_alive<1, 2>());
 }
 
 void bind_attention(nb::module_& m) {
-  nb::class_<Attention>(m, "Attention")
+  nb::class_<Attention, Op>(m, "Attention")
       .def(
           "__init__",
           [](Attention* self, Pool& pool, nb::object q, nb::object k_cache, nb::object v_cache,
@@ -86,12 +85,11 @@ void bind_attention(nb::module_& m) {
           },
           "pool"_a, "q"_a, "k_cache"_a, "v_cache"_a, "page_table"_a, "row_slot"_a, "positions"_a,
           "head_dim"_a, "kv_head_of"_a, "out"_a, "row_fault"_a, "fault_code"_a,
-          nb::keep_alive<1, 2>())
-      .def("run", &Attention::run, "rows"_a, NoGil());
+          nb::keep_alive<1, 2>());
 }
 
 void bind_row_linear(nb::module_& m) {
-  nb::class_<RowLinear>(m, "RowLinear")
+  nb::class_<RowLinear, Op>(m, "RowLinear")
       .def(
           "__init__",
           [](RowLinear* self, Pool& pool, nb::object a, nb::object panels, int64_t num_outputs,
@@ -100,12 +98,11 @@ void bind_row_linear(nb::module_& m) {
                                  merges.ptr(), out.ptr());
           },
           "pool"_a, "a"_a, "panels"_a.none(), "num_outputs"_a, "leaf_lengths"_a, "merges"_a,
-          "out"_a, nb::keep_alive<1, 2>())
-      .def("run", &RowLinear::run, "rows"_a, NoGil());
+          "out"_a, nb::keep_alive<1, 2>());
 }
 
 void bind_reduce(nb::module_& m) {
-  nb::class_<Reduce>(m, "Reduce")
+  nb::class_<Reduce, Op>(m, "Reduce")
       .def(
           "__init__",
           [](Reduce* self, Pool& pool, const std::vector<nb::object>& sources,
@@ -117,12 +114,11 @@ void bind_reduce(nb::module_& m) {
                               num_outputs);
           },
           "pool"_a, "sources"_a, "nodes_per_source"_a, "merges"_a, "bias"_a.none(), "x"_a,
-          "num_outputs"_a, nb::keep_alive<1, 2>())
-      .def("run", &Reduce::run, "rows"_a, NoGil());
+          "num_outputs"_a, nb::keep_alive<1, 2>());
 }
 
 void bind_gate_up(nb::module_& m) {
-  nb::class_<GateUp>(m, "GateUp")
+  nb::class_<GateUp, Op>(m, "GateUp")
       .def(
           "__init__",
           [](GateUp* self, Pool& pool, nb::object x, nb::object norm_weight, double eps,
@@ -136,26 +132,23 @@ void bind_gate_up(nb::module_& m) {
           },
           "pool"_a, "x"_a, "norm_weight"_a, "eps"_a, "gate_panels"_a.none(), "up_panels"_a.none(),
           "num_outputs"_a, "gate_bias"_a.none(), "up_bias"_a.none(), "leaf_lengths"_a, "merges"_a,
-          "out"_a, "row_fault"_a, "fault_code"_a, nb::keep_alive<1, 2>())
-      .def("run", &GateUp::run, "rows"_a, NoGil());
+          "out"_a, "row_fault"_a, "fault_code"_a, nb::keep_alive<1, 2>());
 }
 
 void bind_head(nb::module_& m) {
-  nb::class_<Head>(m, "Head")
-      .def(
-          "__init__",
-          [](Head* self, Pool& pool, nb::object x, nb::object sample_rows, nb::object norm_weight,
-             double eps, nb::object panels, int64_t num_outputs, nb::object bias,
-             nb::object leaf_lengths, nb::object merges, nb::object out, nb::object row_fault,
-             int fault_code) {
-            new (self) Head(pool, {x.ptr(), sample_rows.ptr(), norm_weight.ptr(), eps, panels.ptr(),
-                                   num_outputs, bias.ptr(), leaf_lengths.ptr(), merges.ptr(),
-                                   out.ptr(), row_fault.ptr(), fault_code});
-          },
-          "pool"_a, "x"_a, "sample_rows"_a, "norm_weight"_a, "eps"_a, "panels"_a.none(),
-          "num_outputs"_a, "bias"_a.none(), "leaf_lengths"_a, "merges"_a, "out"_a, "row_fault"_a,
-          "fault_code"_a, nb::keep_alive<1, 2>())
-      .def("run", &Head::run, "num_sampled"_a, NoGil());
+  nb::class_<Head, Op>(m, "Head").def(
+      "__init__",
+      [](Head* self, Pool& pool, nb::object x, nb::object sample_rows, nb::object norm_weight,
+         double eps, nb::object panels, int64_t num_outputs, nb::object bias,
+         nb::object leaf_lengths, nb::object merges, nb::object out, nb::object row_fault,
+         int fault_code) {
+        new (self) Head(pool, {x.ptr(), sample_rows.ptr(), norm_weight.ptr(), eps, panels.ptr(),
+                               num_outputs, bias.ptr(), leaf_lengths.ptr(), merges.ptr(), out.ptr(),
+                               row_fault.ptr(), fault_code});
+      },
+      "pool"_a, "x"_a, "sample_rows"_a, "norm_weight"_a, "eps"_a, "panels"_a.none(),
+      "num_outputs"_a, "bias"_a.none(), "leaf_lengths"_a, "merges"_a, "out"_a, "row_fault"_a,
+      "fault_code"_a, nb::keep_alive<1, 2>());
 }
 
 nb::tuple argmax(nb::object logits, const std::string& body) {
@@ -218,6 +211,7 @@ void bind_functions(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.attr("sources_sha256") = ANYSHARD_SOURCES_SHA256;  // cmake/sources_hash.cmake
   anyshard::bind_pool(m);
+  bind_bound(m);
   anyshard::bind_embed(m);
   anyshard::bind_qkv(m);
   anyshard::bind_attention(m);
@@ -227,6 +221,7 @@ NB_MODULE(_native, m) {
   anyshard::bind_head(m);
   anyshard::bind_functions(m);
   bind_shm(m);
+  bind_walk(m);
   bind_digest(m);
   bind_probe(m);
 }

@@ -23,7 +23,7 @@ void panels_digest(anyshard::Pool& pool, nb::object panels, nb::object keys, int
 void bind_digest(nb::module_& m) {
   using namespace anyshard;
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Digest>(m, "Digest")
+  nb::class_<Digest, Op>(m, "Digest")
       .def(
           "__init__",
           [](Digest* self, Pool& pool, const std::vector<nb::object>& sources,
@@ -33,9 +33,9 @@ void bind_digest(nb::module_& m) {
             for (const nb::object& source : sources) pointers.push_back(source.ptr());
             new (self) Digest(pool, pointers, firsts, columns, keys.ptr(), out.ptr());
           },
-          "pool"_a, "sources"_a, "firsts"_a, "columns"_a, "keys"_a, "out"_a, nb::keep_alive<1, 2>())
-      .def("run", &Digest::run, "rows"_a, NoGil());
-  nb::class_<DigestKv>(m, "DigestKv")
+          "pool"_a, "sources"_a, "firsts"_a, "columns"_a, "keys"_a, "out"_a,
+          nb::keep_alive<1, 2>());
+  nb::class_<DigestKv, Op>(m, "DigestKv")
       .def(
           "__init__",
           [](DigestKv* self, Pool& pool, nb::object k_cache, nb::object v_cache,
@@ -47,7 +47,6 @@ void bind_digest(nb::module_& m) {
           },
           "pool"_a, "k_cache"_a, "v_cache"_a, "page_table"_a, "row_slot"_a, "positions"_a,
           "first_head"_a, "stop_head"_a, "first"_a, "column"_a, "keys"_a, "out"_a,
-          nb::keep_alive<1, 2>())
-      .def("run", &DigestKv::run, "rows"_a, NoGil());
+          nb::keep_alive<1, 2>());
   m.def("digest_panels", &panels_digest, "pool"_a, "panels"_a, "keys"_a, "num_inputs"_a, "out"_a);
 }

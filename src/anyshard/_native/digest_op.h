@@ -9,16 +9,17 @@
 #include <deque>
 #include <vector>
 
+#include "bound.h"
 #include "parts.h"
 
 namespace anyshard {
 
 // out[row][columns[i]] = digest of sources[i][row], whose first float is at index firsts[i].
-class Digest {
+class Digest : public Op {
  public:
   Digest(Pool& pool, const std::vector<PyObject*>& sources, const std::vector<int64_t>& firsts,
          const std::vector<int64_t>& columns, PyObject* keys, PyObject* out);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   struct Part {
@@ -43,7 +44,7 @@ class Digest {
 
 // Keys and values that a step has stored: out[row][column] and [column + 1] = digests of the KV
 // heads [first_head, stop_head) of the cache, of which the first is at index `first`.
-class DigestKv {
+class DigestKv : public Op {
  public:
   struct Arguments {
     PyObject *k_cache, *v_cache, *page_table, *row_slot, *positions;
@@ -51,7 +52,7 @@ class DigestKv {
     PyObject *keys, *out;
   };
   DigestKv(Pool& pool, const Arguments& arguments);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   void run_row(const Kernels& kernels, int row) const;

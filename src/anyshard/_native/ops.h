@@ -9,15 +9,16 @@
 #include <deque>
 #include <vector>
 
+#include "bound.h"
 #include "parts.h"
 
 namespace anyshard {
 
 // out[row] = embedding row tokens[row], read from the packed panels.
-class Embed {
+class Embed : public Op {
  public:
   Embed(Pool& pool, PyObject* panels, int64_t vocab, PyObject* tokens, PyObject* out);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   Pool& pool_;
@@ -28,7 +29,7 @@ class Embed {
 };
 
 // Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages.
-class Qkv {
+class Qkv : public Op {
  public:
   struct Arguments {
     PyObject *x, *norm_weight;
@@ -42,7 +43,7 @@ class Qkv {
     int fault_code;
   };
   Qkv(Pool& pool, const Arguments& arguments);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   void project(const Thread& thread, int rows, int start, int stop) const;
@@ -76,7 +77,7 @@ class Qkv {
 };
 
 // Each row attends to keys 0..position of its slot.
-class Attention {
+class Attention : public Op {
  public:
   struct Arguments {
     PyObject *q, *k_cache, *v_cache, *page_table, *row_slot, *positions;
@@ -85,7 +86,7 @@ class Attention {
     int fault_code;
   };
   Attention(Pool& pool, const Arguments& arguments);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   // Rows of one slot and last block, times query heads of one KV head.
@@ -120,11 +121,11 @@ class Attention {
 };
 
 // This rank's nodes of a row-parallel linear: out = [nodes][rows][N], packed.
-class RowLinear {
+class RowLinear : public Op {
  public:
   RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outputs, PyObject* leaf_lengths,
             PyObject* merges, PyObject* out);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   Pool& pool_;
@@ -136,12 +137,12 @@ class RowLinear {
 };
 
 // Merges all ranks' nodes in tree order, adds the bias once and then the residual.
-class Reduce {
+class Reduce : public Op {
  public:
   Reduce(Pool& pool, const std::vector<PyObject*>& sources,
          const std::vector<int64_t>& nodes_per_source, PyObject* merges, PyObject* bias,
          PyObject* x, int64_t num_outputs);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   // Groups of 8 columns, of row after row.
@@ -158,7 +159,7 @@ class Reduce {
 };
 
 // Norm, gate and up projections, out = SiLU(gate) * up.
-class GateUp {
+class GateUp : public Op {
  public:
   struct Arguments {
     PyObject *x, *norm_weight;
@@ -169,7 +170,7 @@ class GateUp {
     int fault_code;
   };
   GateUp(Pool& pool, const Arguments& arguments);
-  void run(int rows);
+  void run(int rows) override;
 
  private:
   void run_panels(const Thread& thread, int rows, int start, int stop) const;
@@ -185,7 +186,7 @@ class GateUp {
 };
 
 // Final norm and vocabulary projection of the rows that are sampled: out[i] = row sample_rows[i].
-class Head {
+class Head : public Op {
  public:
   struct Arguments {
     PyObject *x, *sample_rows, *norm_weight;
@@ -196,7 +197,7 @@ class Head {
     int fault_code;
   };
   Head(Pool& pool, const Arguments& arguments);
-  void run(int num_sampled);
+  void run(int num_sampled) override;
 
  private:
   Pool& pool_;

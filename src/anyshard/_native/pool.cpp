@@ -267,33 +267,46 @@ void Pool::take_part(uint32_t number, int index) {
   }
 }
 
+namespace {
+
+struct NamedBody {
+  const char* name;
+  const Kernels* kernels;
+};
+
+// Those that run here, best first; looked at once, since a token asks.
+const std::vector<NamedBody>& bodies() {
+  static const std::vector<NamedBody> found = [] {
+    std::vector<NamedBody> here;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
+      if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+        here.push_back({"vnni", &kVnniKernels});
+      }
+      here.push_back({"avx2", &kAvx2Kernels});
+    }
+#endif
+    here.push_back({"scalar", &kScalarKernels});
+    return here;
+  }();
+  return found;
+}
+
+}  // namespace
+
 std::vector<std::string> available_bodies() {
   std::vector<std::string> names;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
-    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
-      names.push_back("vnni");
-    }
-    names.push_back("avx2");
-  }
-#endif
-  names.push_back("scalar");
+  for (const NamedBody& body : bodies()) names.emplace_back(body.name);
   return names;
 }
 
 const Kernels& kernels_of(const std::string& body) {
-  const std::vector<std::string> names = available_bodies();
-  const std::string& wanted = body.empty() ? names.front() : body;
-  for (const std::string& name : names) {
-    if (name != wanted) continue;
-#if defined(__x86_64__)
-    if (name == "vnni") return kVnniKernels;
-    if (name == "avx2") return kAvx2Kernels;
-#endif
-    return kScalarKernels;
+  if (body.empty()) return *bodies().front().kernels;
+  for (const NamedBody& each : bodies()) {
+    if (body == each.name) return *each.kernels;
   }
-  std::string message = "body '" + wanted + "' is not available here; these are:";
-  for (const std::string& name : names) message += " " + name;
+  std::string message = "body '" + body + "' is not available here; these are:";
+  for (const NamedBody& each : bodies()) message += std::string(" ") + each.name;
   throw std::invalid_argument(message);
 }
 

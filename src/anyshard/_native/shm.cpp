@@ -1,8 +1,4 @@
-// Signals between ranks: release stores on words in shared memory, spin, then futex.
-//
-// A "line" is 64 bytes: word 0 the value, word 1 the number of sleepers. Values only grow, in
-// 32-bit wrap-around order. A reader that saw value v by the acquire load sees everything the
-// writer stored before it published v. Knows nothing of buffers or floats.
+#include "shm.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -25,14 +21,12 @@
 
 namespace nb = nanobind;
 
+namespace anyshard {
 namespace {
 
 constexpr int64_t kSliceNs = 100'000'000;  // a sleeper looks at the abort word this often
 constexpr int64_t kImpoliteNs = 2'000;     // spin this long without a system call
 constexpr int kLooksPerClockRead = 64;
-constexpr int kReached = 0;
-constexpr int kAborted = -1;
-constexpr int kLate = 1;
 
 using Words = nb::ndarray<uint32_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -68,13 +62,6 @@ void wake_sleepers(uint32_t* line) {
   if (__atomic_load_n(line + 1, __ATOMIC_RELAXED) != 0) {
     syscall(SYS_futex, line, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-}
-
-void publish(uint32_t* line, uint32_t value) {
-  __atomic_store_n(line, value, __ATOMIC_RELEASE);
-  // Orders the store before the look at the sleepers; its twin stands in sleep_until().
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  wake_sleepers(line);
 }
 
 // deadline_ns < 0 waits for ever.
@@ -127,54 +114,47 @@ uint32_t* checked_line(const Words& words, int64_t index) {
   return words.data() + index;
 }
 
-// The same wait as Python calls it, bound once to its lines.
-class Gather {
- public:
-  Gather(Words words, int64_t mine, std::vector<int64_t> peers, int64_t abort_index,
-         int64_t spin_us)
-      : words_(words), spin_ns_(spin_us * 1000) {
-    mine_ = mine < 0 ? nullptr : checked_line(words, mine);
-    for (const int64_t peer : peers) peers_.push_back(checked_line(words, peer));
-    abort_word_ = checked_line(words, abort_index);
-  }
-
-  // Publishes `value` on my line and waits until all peers have; timeout_us < 0: for ever.
-  // 0 reached, -1 aborted, 1 + i: peer i is late.
-  int run(uint32_t value, int64_t timeout_us) {
-    if (mine_ != nullptr) publish(mine_, value);
-    return wait(value, timeout_us);
-  }
-
-  int wait(uint32_t value, int64_t timeout_us) {
-    nb::gil_scoped_release released;
-    const int64_t start_ns = now_ns();
-    const int64_t deadline_ns = timeout_us < 0 ? -1 : start_ns + timeout_us * 1000;
-    const int64_t spin_until_ns = spin_ns_ > 0 ? start_ns + spin_ns_ : 0;
-    for (size_t peer = 0; peer < peers_.size(); ++peer) {
-      const int status = wait_for(peers_[peer], value, spin_until_ns, deadline_ns, abort_word_);
-      if (status != kReached) {
-        return status == kAborted ? kAborted : kLate + static_cast<int>(peer);
-      }
-    }
-    return kReached;
-  }
-
- private:
-  Words words_;  // keeps the mapping alive
-  uint32_t* mine_ = nullptr;
-  std::vector<uint32_t*> peers_;
-  const uint32_t* abort_word_ = nullptr;
-  int64_t spin_ns_;
-};
-
 }  // namespace
 
+void publish(uint32_t* line, uint32_t value) {
+  __atomic_store_n(line, value, __ATOMIC_RELEASE);
+  // Orders the store before the look at the sleepers; its twin stands in sleep_until().
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  wake_sleepers(line);
+}
+
+int Gather::wait(uint32_t value, int64_t timeout_us) const {
+  const int64_t start_ns = now_ns();
+  const int64_t deadline_ns = timeout_us < 0 ? -1 : start_ns + timeout_us * 1000;
+  const int64_t spin_until_ns = spin_ns_ > 0 ? start_ns + spin_ns_ : 0;
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    const int status = wait_for(peers_[peer], value, spin_until_ns, deadline_ns, abort_word_);
+    if (status != kReached) {
+      return status == kAborted ? kAborted : kLate + static_cast<int>(peer);
+    }
+  }
+  return kReached;
+}
+
+}  // namespace anyshard
+
 void bind_shm(nb::module_& module) {
+  using namespace anyshard;
+  using NoGil = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Gather>(module, "Gather")
-      .def(nb::init<Words, int64_t, std::vector<int64_t>, int64_t, int64_t>(), nb::arg("words"),
-           nb::arg("mine"), nb::arg("peers"), nb::arg("abort_index"), nb::arg("spin_us"))
-      .def("run", &Gather::run, nb::arg("value"), nb::arg("timeout_us"))
-      .def("wait", &Gather::wait, nb::arg("value"), nb::arg("timeout_us"));
+      .def(
+          "__init__",
+          [](Gather* self, Words words, int64_t mine, const std::vector<int64_t>& peers,
+             int64_t abort_index, int64_t spin_us) {
+            std::vector<uint32_t*> lines;
+            for (const int64_t peer : peers) lines.push_back(checked_line(words, peer));
+            new (self) Gather(mine < 0 ? nullptr : checked_line(words, mine), std::move(lines),
+                              checked_line(words, abort_index), spin_us * 1000);
+          },
+          nb::arg("words"), nb::arg("mine"), nb::arg("peers"), nb::arg("abort_index"),
+          nb::arg("spin_us"), nb::keep_alive<1, 2>())  // the mapping
+      .def("run", &Gather::run, nb::arg("value"), nb::arg("timeout_us"), NoGil())
+      .def("wait", &Gather::wait, nb::arg("value"), nb::arg("timeout_us"), NoGil());
   module.def(
       "shm_publish",
       [](const Words& words, int64_t index, uint32_t value) {

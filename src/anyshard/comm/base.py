@@ -90,13 +90,29 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self.bytes: dict[WireKind, int] = dict.fromkeys(WIRE_KINDS, 0)
-        self.messages: dict[WireKind, int] = dict.fromkeys(WIRE_KINDS, 0)
+        self.sent: NDArray[np.int64] = np.zeros((len(WIRE_KINDS), 2), np.int64)  #: as `of` shows
+        self._words = {kind: self.of(kind).data for kind in WIRE_KINDS}
+
+    def of(self, kind: WireKind) -> NDArray[np.int64]:
+        """Bytes and messages of a kind, in place; a native exchange counts into it."""
+        row: NDArray[np.int64] = self.sent[WIRE_KINDS.index(kind)]
+        return row
 
     def add(self, kind: WireKind, *, num_floats: int, num_messages: int) -> None:
         """Count `num_messages` messages of `num_floats` float32 each."""
-        self.bytes[kind] += num_floats * FLOAT_BYTES * num_messages
-        self.messages[kind] += num_messages
+        words = self._words[kind]
+        words[0] += num_floats * FLOAT_BYTES * num_messages
+        words[1] += num_messages
+
+    @property
+    def bytes(self) -> dict[WireKind, int]:
+        """By kind."""
+        return {kind: words[0] for kind, words in self._words.items()}
+
+    @property
+    def messages(self) -> dict[WireKind, int]:
+        """By kind."""
+        return {kind: words[1] for kind, words in self._words.items()}
 
 
 class Exchange(Protocol):
@@ -108,7 +124,11 @@ class Exchange(Protocol):
     """
 
     capacity_floats: int
-    parity: int  #: 0 or 1, of the buffers that the next `run` publishes
+
+    @property
+    def parity(self) -> int:
+        """0 or 1, of the buffers that the next `run` publishes."""
+        ...
 
     def send_buffer(self, parity: int) -> FloatArray:
         """This rank's own buffer, f32[capacity_floats]."""
@@ -131,6 +151,16 @@ class Exchange(Protocol):
         Raises: PeerLost if a peer is lost (comm/liveness.py), EpochAborted; AnyshardError
         naming both sizes if a peer's `wire_floats` differs, where the wire can tell.
         """
+        ...
+
+    def native(self, row_floats: int, row_wire: int) -> Any:
+        """`run` of so many floats a row as a part of a native walk (`walk.py`), or None where
+        there is no such thing. It counts, steps and flips as `run` does; a wait that ends
+        otherwise is handed to `end`."""
+        ...
+
+    def end(self, status: int, num_floats: int, wire_floats: int) -> None:
+        """The rest of a `run` whose first wait ended with `status` (comm/signals.py)."""
         ...
 
 

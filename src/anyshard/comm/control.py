@@ -27,7 +27,6 @@ from anyshard.comm.region import (
     PAGE,
     RESULT_HEADER,
     ROW,
-    STATUS,
     ControlSizes,
     EpochRegion,
 )
@@ -54,7 +53,8 @@ Int32Array = NDArray[np.int32]
 FRAME_MAGIC = 0x31534E41  # "ANS1"
 _BODY = 64  # byte offset of rows in a frame slot, of tokens in a result slot
 _GRACE_S = 1.0  # the ranks' own deadlines come first: they can say who is late
-_SLICE_S = 0.02  # the front looks at its launcher this often while it waits
+_NO_PAGES = np.zeros(0, PAGE)
+_SLICE_US = 20_000  # the front looks at its launcher this often while it waits
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,14 @@ class RankStatus:
 
     def __init__(self, region: EpochRegion, rank: int) -> None:
         self._record = region.status(rank)
-        at = region.layout.status_offset + rank * STATUS.itemsize  # "operations" comes first
-        self._operations_word = memoryview(region.memory)[at : at + 8].cast("Q")
-        self._operations = 0
+        self.operations: NDArray[np.uint64] = self._record["operations"]  #: [1], in place
+        self._operations_word = self.operations.data
         self._record["blamed"] = -1
         Liveness(region).introduce(rank)
 
     def beat(self) -> None:
         """One more op done: a sign of life (comm/liveness.py)."""
-        self._operations += 1
-        self._operations_word[0] = self._operations
+        self._operations_word[0] += 1
 
     def set(self, *, weight_bytes: int, kv_bytes: int) -> None:
         """Memory this rank uses, bytes."""
@@ -128,8 +126,8 @@ class RankStatus:
 
     def report(self, counters: Counters) -> None:
         """Copy the wire counters out; call once a step."""
-        self._record["wire_bytes"][0] = [counters.bytes[kind] for kind in WIRE_KINDS]
-        self._record["wire_messages"][0] = [counters.messages[kind] for kind in WIRE_KINDS]
+        self._record["wire_bytes"][0] = counters.sent[:, 0]
+        self._record["wire_messages"][0] = counters.sent[:, 1]
 
     def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
         """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""
@@ -167,7 +165,9 @@ class RankControl:
         self._frames: Waiter = self._signals.waiter(
             CHANNEL_FRAME, receivers=(), senders=[region.front], spin_us=0
         )
-        self._record = region.status(rank)
+        record = region.status(rank)
+        self._frames_word = record["frames"].data
+        self._dropped_word = record["dropped_frames"].data
         self._rank = rank
         self._sequence = 0
         self._rows = np.zeros(sizes.rows_max, ROW)
@@ -204,9 +204,9 @@ class RankControl:
             frame = self._copy_out(sequence)
             self._sequence = sequence
             if frame is not None:
-                self._record["frames"] = sequence
+                self._frames_word[0] = sequence
                 return frame
-            self._record["dropped_frames"] += 1
+            self._dropped_word[0] += 1
 
     def _copy_out(self, sequence: int) -> Frame | None:
         slot = sequence % self._sizes.frame_slots
@@ -296,8 +296,8 @@ class _ResultSlot:
             raise AnyshardError(f"result slot holds sequence {found}, want {sequence}")
         return Result(
             sequence,
-            self._tokens[:num_rows].copy(),
-            self._faults[:num_rows].copy(),
+            np.frombuffer(bytearray(self._tokens[:num_rows]), np.int32),
+            np.frombuffer(bytearray(self._faults[:num_rows]), np.int32),
             self._logits[:num_logits].copy() if num_logits else None,
         )
 
@@ -360,7 +360,7 @@ class FrontControl:
         if not self._ready:
             self.wait_ready()
         sizes = self._sizes
-        pages = np.zeros(0, PAGE) if pages is None else pages
+        pages = _NO_PAGES if pages is None else pages
         if len(rows) > sizes.rows_max or len(pages) > sizes.pages_max:
             raise ValueError(
                 f"{len(rows)} rows of {sizes.rows_max}, {len(pages)} pages of {sizes.pages_max}"
@@ -450,9 +450,11 @@ class FrontControl:
         deadline_s: float | None = None,
         poll: Callable[[], None] | None = None,
     ) -> None:
+        if (status := waiter.wait(sequence % WRAP, _SLICE_US)) == REACHED:
+            return
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         vigil = Vigil(self._liveness, deadline_s + _GRACE_S)
-        while (status := waiter.wait(sequence % WRAP, round(_SLICE_S * 1e6))) != REACHED:
+        while status != REACHED:
             (poll or self._poll)()
             if status == ABORTED:
                 raise PeerLost("the rank group has ended")
@@ -463,6 +465,7 @@ class FrontControl:
                     f" waits for {what} (number {sequence})",
                     rank=late,
                 )
+            status = waiter.wait(sequence % WRAP, _SLICE_US)
 
     def statuses(self, *, settled: bool = True) -> list[StatusView]:
         """Every rank's status, in rank order.

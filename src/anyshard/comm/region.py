@@ -355,6 +355,18 @@ class EpochRegion:
             for parity in range(2)
         ]
 
+    def exchange_sizes(self, stage: int, index: int) -> tuple[list[NDArray[np.uint32]], list[int]]:
+        """Words of exchange `index` in `stage`, of either parity, and where in them each tp rank
+        has the size of its buffer."""
+        wires, layout = self.sizes.wires, self.layout
+        base = layout.stage_offset + stage * layout.stage_bytes + layout.exchange_offsets[index]
+        words = _buffer_bytes(wires.exchanges[index].capacity_floats) // 4
+        all_words = words * wires.tp
+        sizes = [
+            self.array(np.uint32, all_words, base + 4 * parity * all_words) for parity in range(2)
+        ]
+        return sizes, [tp_rank * words for tp_rank in range(wires.tp)]
+
     def _buffer(self, offset: int, capacity: int) -> Buffer:
         size = memoryview(self.memory)[offset : offset + 4].cast("I")
         return size, self.array(np.float32, capacity, offset + _HEADER_FLOATS * 4)

@@ -7,7 +7,9 @@ rank are enough, and nothing is copied. Hops are a ring of HOP_DEPTH messages wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from anyshard.comm.base import (
     HOP_DEPTH,
@@ -26,11 +28,13 @@ from anyshard.comm.region import (
     CHANNEL_HOP_ACK,
     EpochRegion,
 )
-from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP
+from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP, NativeSignals
 from anyshard.errors import AnyshardError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from anyshard.comm.signals import Waiter
 
@@ -43,9 +47,10 @@ class _ShmExchange:
     def __init__(self, comm: Shm, index: int) -> None:
         spec = comm.region.sizes.wires.exchanges[index]
         self.capacity_floats = spec.capacity_floats
-        self.parity = 1  # step 1 is the first; parity of a step is step & 1
-        self._step = 0
+        self._steps: NDArray[np.uint32] = np.zeros(1, np.uint32)
+        self._step = self._steps.data  # of the last run; a step's parity is step & 1
         self._comm = comm
+        self._index = index
         self._spec = spec
         self._buffers = comm.region.exchange_buffers(comm.stage, index)
         group = [comm.stage * comm.tp + tp_rank for tp_rank in range(comm.tp)]
@@ -64,6 +69,11 @@ class _ShmExchange:
         self._first = comm.stage * comm.tp  # rank of tp rank 0
         self._sends = 0 if spec.root_only and comm.tp_rank == 0 else len(peers)
 
+    @property
+    def parity(self) -> int:
+        """See Exchange."""
+        return (self._step[0] + 1) & 1
+
     def send_buffer(self, parity: int) -> FloatArray:
         """This rank's buffer of that parity, in the shared mapping."""
         return self._buffers[parity][self._comm.tp_rank][1]
@@ -75,14 +85,35 @@ class _ShmExchange:
     def run(self, num_floats: int, wire_floats: int) -> None:
         """Publish mine and wait for the peers; see comm.base.Exchange.run."""
         check_floats(num_floats, wire_floats, self.capacity_floats)
-        self._step = step = (self._step + 1) % WRAP
-        buffers = self._buffers[step & 1]
-        self.parity = (step + 1) & 1
+        self._step[0] = step = (self._step[0] + 1) % WRAP
         if not self._peers:
             return
         comm = self._comm
-        buffers[comm.tp_rank][0][0] = wire_floats
-        status = self._waiter.run(step, comm.slice_us)
+        self._buffers[step & 1][comm.tp_rank][0][0] = wire_floats
+        self.end(self._waiter.run(step, comm.slice_us), num_floats, wire_floats)
+
+    def native(self, row_floats: int, row_wire: int) -> Any:
+        """See Exchange; None without native signals."""
+        if not isinstance(self._comm.signals, NativeSignals) or self._spec.root_only:
+            return None
+        comm = self._comm
+        sizes, places = comm.region.exchange_sizes(comm.stage, self._index)
+        return self._comm.signals.exchange(
+            self._waiter,
+            step=self._steps,
+            sizes=sizes,
+            places=places,
+            sent=comm.counters.of(self._spec.kind),
+            floats=(row_floats, row_wire, self.capacity_floats),
+            messages=self._sends,
+            tp_rank=comm.tp_rank,
+            slice_us=comm.slice_us,
+        )
+
+    def end(self, status: int, num_floats: int, wire_floats: int) -> None:
+        """See Exchange."""
+        comm, step = self._comm, self._step[0]
+        buffers = self._buffers[step & 1]
         if status != REACHED:
             comm.outwait(self._waiter, step, status, self._peers, f"exchange {self._spec.name!r}")
         for peer in self._peers:

@@ -91,6 +91,12 @@ class _TorchExchange:
                 comm.group.send([mine_tensor], 0, self._tag).wait(_GLOO_TIMEOUT)
             comm.counters.add(self._spec.kind, num_floats=num_floats, num_messages=1)
 
+    def native(self, row_floats: int, row_wire: int) -> None:
+        """See Exchange; Gloo's calls are Python's."""
+
+    def end(self, status: int, num_floats: int, wire_floats: int) -> None:
+        """There is no native part to end."""
+
     def _receive_all(self, wire_floats: int) -> None:
         """The root posts all receives, then waits: a shorter message fills the front part."""
         comm = self._comm

@@ -1,7 +1,8 @@
 """The front's half of recording: sums the digests of all ranks, and keeps them by request.
 
 Each rank hashes its own part of an output; parts add up modulo 2^64 (docs/numerics.md, Digests).
-What several ranks hold alike is compared besides (`agreement.py`), which changes no digest. Memory
+What several ranks hold alike is compared besides (`agreement.py`), which changes no digest. Rows
+are only laid by, and summed many at a time: the front shares its processors with the ranks. Memory
 for a request is taken when it begins to run, and handed over when it has ended. Knows nothing of
 files or models.
 
@@ -23,6 +24,7 @@ from anyshard.ops.digest import U64
 
 __all__ = ["DigestLog", "RecordedRow", "RunDigests", "digest_bytes"]
 
+_ROWS_TOGETHER: Final = 256
 _NO_FAULT: Final = np.uint64(2**64 - 1)  # after every code
 
 
@@ -56,11 +58,14 @@ class RecordedRow:
 class DigestLog:
     """Digests of the requests of an engine that are opened and not yet taken.
 
-    `programs`: of all ranks, in rank order. Held by: test_record.py.
+    `programs`: of all ranks, in rank order. rows_max: of a step. Held by: test_record.py.
     """
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], *, rows_max: int) -> None:
         self._programs = programs
+        room = max(rows_max, _ROWS_TOGETHER)
+        self._parts = [np.zeros((room, each.record_columns), np.uint64) for each in programs]
+        self._rows: list[tuple[RecordedRow, int]] = []  # and the row that has its logits' digest
         self._num_layers = programs[0].config.num_layers
         self._runs: dict[int, RunDigests] = {}
         self._num_positions: dict[int, int] = {}
@@ -78,12 +83,24 @@ class DigestLog:
         self._num_positions[request_id] = 0
 
     def add(self, rows: Sequence[RecordedRow], parts: Sequence[U64]) -> None:
-        """Take a step. parts: of each rank uint64[rows, record_columns of its program, or more];
+        """Take a step. parts: of each rank uint64[rows, record_columns of its program], or more;
         the column of the logits holds in row i those of the i-th row that went through the head."""
+        if len(self._rows) + len(rows) > len(self._parts[0]):
+            self._sum_up()
+        first = in_head = len(self._rows)
+        for mine, part in zip(self._parts, parts, strict=True):
+            mine[first : first + len(rows)] = part[: len(rows), : mine.shape[1]]
+        for at in rows:
+            self._rows.append((at, in_head))
+            in_head += at.through_head
+
+    def _sum_up(self) -> None:
+        """Give every row that has been laid by to its run."""
+        rows = [at for at, _ in self._rows]
+        parts = [part[: len(rows)] for part in self._parts]
         self._compare_ranks(rows, parts)
         embed, layers, logits = self._whole(len(rows), parts)
-        in_head = 0
-        for row, at in enumerate(rows):
+        for row, (at, in_head) in enumerate(self._rows):
             run = self._runs[at.request_id]
             if at.is_kept:
                 run.embed[at.position] = embed[row]
@@ -91,7 +108,7 @@ class DigestLog:
                 self._num_positions[at.request_id] = at.position + 1
             if at.emitted is not None:
                 run.logits[at.emitted] = logits[in_head]
-            in_head += at.through_head
+        self._rows.clear()
 
     def _compare_ranks(self, rows: Sequence[RecordedRow], parts: Sequence[U64]) -> None:
         found = self._agreement.disagreements([row.position for row in rows], parts)
@@ -123,6 +140,7 @@ class DigestLog:
 
     def take(self, request_id: int, *, emitted: int) -> RunDigests:
         """What was recorded of a request that emitted so many tokens; it is forgotten here."""
+        self._sum_up()
         run, positions = self._runs.pop(request_id), self._num_positions.pop(request_id)
         disagreement = self._disagreements.pop(request_id, None)
         return RunDigests(

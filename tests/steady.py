@@ -1,0 +1,197 @@
+"""A run whose steps are watched: allocations of the native module, new NumPy buffers, memory.
+
+    LD_PRELOAD=counts.so python tests/steady.py '{"tp": 2, "steps": 100}'
+    python tests/steady.py '{"tp": 2, "steps": 500, "rounds": 20}'
+
+Prints JSON. Of the front and of each rank: what counts.so (tests/standalone) has counted from the
+second step that only decodes on; or resident bytes, again and again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+
+from anyshard.checkpoint import open_checkpoint
+from anyshard.comm.control import Frame
+from anyshard.engine import Engine, EngineOptions, loader, profile_of
+from anyshard.launcher import fork_launcher
+from anyshard.layout import plan
+from anyshard.request import Request, Sampling
+from anyshard.worker import Worker, rank_main
+
+PROMPTS = 3
+_SET_HANDLER = 304  # of NumPy's C API
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Watch:
+    """Counts of this process."""
+
+    def __init__(self) -> None:
+        self._counts: Any = ctypes.CDLL(None)
+
+    def start(self) -> None:
+        """From here on."""
+        import numpy._core._multiarray_umath as umath
+
+        counts, api = self._counts, ctypes.pythonapi
+        counts.counts_handler.restype = ctypes.c_void_p
+        api.PyCapsule_New.restype, api.PyCapsule_GetPointer.restype = (
+            ctypes.py_object,
+            ctypes.c_void_p,
+        )
+        self._name = b"mem_handler"
+        handler = api.PyCapsule_New(ctypes.c_void_p(counts.counts_handler()), self._name, None)
+        table = api.PyCapsule_GetPointer(ctypes.py_object(umath._ARRAY_API), None)
+        slot = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[_SET_HANDLER]
+        set_handler = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(slot)
+        self._before = set_handler(handler)
+        lines = Path("/proc/self/maps").read_text("ascii").splitlines()
+        spans = [line.split()[0].split("-") for line in lines if "/_native." in line]
+        first, last = int(spans[0][0], 16), int(spans[-1][1], 16)
+        counts.counts_watch(ctypes.c_size_t(first), ctypes.c_size_t(last))
+
+    def stop(self) -> dict[str, int]:
+        """What has been counted."""
+        found = {
+            "native": self._counts.counts_native(),
+            "numpy": self._counts.counts_numpy_calls(),
+        }
+        self._counts.counts_watch(ctypes.c_size_t(0), ctypes.c_size_t(0))
+        return found
+
+
+class Watched(Worker):
+    """Watches itself from the second frame of `PROMPTS` rows on."""
+
+    steps: int
+    folder: Path
+    leak: str
+    _seen = 0
+
+    def step(self, frame: Frame) -> None:
+        """One frame, watched or not."""
+        if len(frame.rows) == PROMPTS:
+            self._seen += 1
+            if self._seen == 2:  # a step has been made like those that are watched
+                self._watch = Watch()
+                self._watch.start()
+        super().step(frame)
+        if self._seen > 1 and self.leak == "numpy":
+            np.zeros(8)
+        if self._seen > 1 and self.leak == "native":
+            self.kernels.module.Gather(self.leak_words, -1, [0], 0, 0)
+        if self._seen == self.steps:
+            found = json.dumps(self._watch.stop())
+            (self.folder / str(self.program.rank)).write_text(found, "ascii")
+
+    leak_words = np.zeros(16, np.uint32)
+
+
+class Grown(Worker):
+    """Notes its memory when it has made so many steps, again and again."""
+
+    steps: int
+    folder: Path
+    leak: str
+    _seen = 0
+
+    def step(self, frame: Frame) -> None:
+        """One frame."""
+        super().step(frame)
+        self._seen += 1
+        if self.leak == "memory":
+            self._kept = [*getattr(self, "_kept", []), bytes(1000)]
+        if self._seen % self.steps == 0:
+            with (self.folder / str(self.program.rank)).open("a", encoding="ascii") as file:
+                file.write(f"{resident()}\n")
+
+
+def main(seat: Any, *, asked: dict[str, Any], folder: Path) -> None:
+    """A rank."""
+    kind: Any = Grown if "rounds" in asked else Watched
+    place = {"steps": asked["steps"], "leak": asked.get("leak", ""), "folder": folder}
+    rank_main(seat, worker_type=type("Worker", (kind,), place))
+
+
+def start(asked: dict[str, Any], folder: Path) -> Engine:
+    """An engine over an adversarial model, for `PROMPTS` requests at once."""
+    name, arithmetic = "adversarial-9-3", asked.get("arithmetic", "f32")
+    path = models.write_hf_model(folder / "model", models.MODELS[name], seed=7, adversarial=True)
+    checkpoint, profile = open_checkpoint(str(path)), profile_of(arithmetic)
+    group = fork_launcher(
+        loader(checkpoint, threads=1, arithmetic=arithmetic),
+        partial(main, asked=asked, folder=folder),
+    )
+    group.wait_loaded()
+    tp, pp = asked.get("tp", 1), asked.get("pp", 1)
+    options = EngineOptions(
+        max_model_len=asked["steps"] + 64,
+        max_num_seqs=PROMPTS,
+        threads=asked.get("threads", 1),
+        deadline_s=60,
+    )
+    layout = plan(checkpoint.config, tp=tp, pp=pp, leaf=profile.leaf)
+    return Engine(group, checkpoint.config, profile, layout, options, cores=2)
+
+
+def submit(engine: Engine, asked: dict[str, Any]) -> None:
+    """`PROMPTS` requests that decode together for the steps asked and a few more."""
+    sampling = Sampling(temperature=asked.get("temperature", 0.0), seed=3)
+    for number in range(PROMPTS):
+        prompt = tuple(range(number, number + 9))
+        engine.submit(Request(prompt=prompt, max_tokens=asked["steps"] + 9, sampling=sampling))
+
+
+def watch_steps(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Counts of front and ranks."""
+    engine, steps = start(asked, folder), asked["steps"]
+    submit(engine, asked)
+    watch, front, step = Watch(), {}, 0
+    for event in engine.run():
+        step += event.request_id == 0
+        if step == 4 and event.request_id == PROMPTS - 1:
+            watch.start()
+        if step == steps + 4 and not front:
+            front = watch.stop()
+    engine.close()
+    engine.group.close()
+    world = engine.layout.world
+    ranks = [json.loads((folder / str(rank)).read_text("ascii")) for rank in range(world)]
+    return {"front": front, "ranks": ranks}
+
+
+def watch_memory(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Resident bytes of front and ranks after every round of `steps` steps."""
+    engine = start(asked, folder)
+    front = []
+    for _ in range(asked["rounds"]):
+        submit(engine, asked)
+        for _ in engine.run():
+            pass
+        front.append(resident())
+    engine.close()
+    engine.group.close()
+    places = [folder / str(rank) for rank in range(engine.layout.world)]
+    return {"front": front, "ranks": [[int(n) for n in open(place)] for place in places]}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        asked = json.loads(sys.argv[1])
+        watched = watch_memory if "rounds" in asked else watch_steps
+        sys.stdout.write(json.dumps(watched(asked, Path(place))) + "\n")

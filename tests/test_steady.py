@@ -1,0 +1,86 @@
+"""The token loop: after its first step nothing is allocated, and memory stays as it is.
+
+What counts is preloaded into a run of its own (tests/steady.py), and seen to count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anyshard.ops import native_module
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(
+    native_module() is None or shutil.which("g++") is None,
+    reason="needs the native module, and g++ for what counts",
+)
+LAYOUTS = [
+    {},
+    {"threads": 2, "arithmetic": "int8"},
+    {"tp": 2},
+    {"tp": 2, "temperature": 0.8},
+    {"tp": 3, "arithmetic": "int8"},
+    {"tp": 2, "pp": 2},
+]
+QUIET = {"native": 0, "numpy": 0}
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that counts."""
+    built = tmp_path_factory.mktemp("counts") / "counts.so"
+    source = HERE / "standalone" / "count_allocations.cpp"
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["g++", *flags, "-o", built, source, "-ldl"], check=True)
+    return built
+
+
+def steady(asked: dict[str, Any], counts: Path | None = None) -> dict[str, Any]:
+    """What tests/steady.py prints."""
+    environment = dict(os.environ) | ({"LD_PRELOAD": str(counts)} if counts else {})
+    command = [sys.executable, str(HERE / "steady.py"), json.dumps(asked)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_allocates_nothing(layout: dict[str, Any], counts: Path) -> None:
+    found = steady({"steps": 40, **layout}, counts)
+    assert found["front"] == QUIET
+    assert found["ranks"] == [QUIET] * (layout.get("tp", 1) * layout.get("pp", 1))
+
+
+def test_what_counts_is_seen_to_count(counts: Path) -> None:
+    numpy = steady({"steps": 20, "leak": "numpy"}, counts)["ranks"][0]
+    assert numpy == {"native": 0, "numpy": 19}
+    native = steady({"steps": 20, "leak": "native"}, counts)["ranks"][0]
+    assert native["native"] >= 19
+    assert native["numpy"] == 0
+
+
+def drift(sizes: list[int]) -> float:
+    """The largest change, of what the second round has left."""
+    return max(abs(size - sizes[1]) for size in sizes[1:]) / sizes[1]
+
+
+def test_ten_thousand_steps_leave_memory_as_it_is() -> None:
+    found = steady({"steps": 500, "rounds": 22, "tp": 2})
+    assert len(found["ranks"]) == 2
+    for sizes in (found["front"], *found["ranks"]):
+        assert len(sizes) >= 22  # the first two are what a run takes
+        assert drift(sizes) <= 0.01, sizes
+
+
+def test_a_leak_of_a_kilobyte_a_step_is_seen() -> None:
+    found = steady({"steps": 500, "rounds": 4, "leak": "memory"})
+    assert drift(found["ranks"][0]) > 0.01
