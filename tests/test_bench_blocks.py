@@ -9,6 +9,7 @@ import importlib.util
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,17 @@ from anyshard.bench.block_rank import (
 )
 from anyshard.bench.blocks import ARMS, MOST_PASSES, PEER_ARMS, BlockArm, RankBlocks, TorchBlocks
 from anyshard.cli import main
-from anyshard.engine import f32_profile
-from anyshard.ops import available_bodies
+from anyshard.config import Arithmetic
+from anyshard.engine import profile_of
+from anyshard.ops import Body, available_bodies
 from anyshard.verify.driver import open_group, served
 
 SHAPE = BlockShape(hidden=64, ffn=512, seed=3, rows_max=5)
 SMALL = ("--hidden", "64", "--ffn", "512", "--rows", "1,5", "-r", "1")
 ROW_FIELDS = {
-    "block", "engine", "tp", "threads", "rows", "latency_us", "latency_us_sd", "latency_us_least",
-    "latency_us_most", "speedup", "comm_share", "elements", "elements_differing", "max_ulp",
-    "samples_latency_us",
+    "block", "engine", "profile", "tp", "threads", "rows", "latency_us", "latency_us_sd",
+    "latency_us_least", "latency_us_most", "speedup", "comm_share", "elements",
+    "elements_differing", "max_ulp", "samples_latency_us",
 }  # fmt: skip
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -63,36 +65,58 @@ def exact_block(rows: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return whole
 
 
-@pytest.fixture
-def ranks() -> Iterator[RankBlocks]:
+@contextmanager
+def ranks(arithmetic: Arithmetic, body: Body | None = None) -> Iterator[RankBlocks]:
+    """In the fastest body, unless one is named."""
     weights = random_block(SHAPE)
     board = BlockBoard(weights.x_MD, ranks=4, passes=MOST_PASSES)
-    model = served(block_checkpoint(SHAPE, weights))
+    model = served(block_checkpoint(SHAPE, weights), arithmetic=arithmetic)
     group = open_group(model, block_rank.block_rank(board), forked=False)
-    yield RankBlocks(
-        group, SHAPE, f32_profile(), board, body=available_bodies()[0], cores=2, threads=True
-    )
+    profile = profile_of(arithmetic)
+    body = body or available_bodies()[0]
+    yield RankBlocks(group, SHAPE, profile, board, body=body, cores=2, threads=True)
     group.close()
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_the_block_is_the_block(ranks: RankBlocks, rows: int) -> None:
-    """Near float64, and of the same bits on every arm."""
+def out_of_every_arm(blocks: RankBlocks, rows: int) -> F32:
+    """One of them; all are of the same bits."""
     outs = []
     for arm in ARMS:
-        with ranks.start(arm) as started:
+        with blocks.start(arm) as started:
             run = started.run(rows)
         assert len(run.times_us) == len(run.comm_us) == MOST_PASSES / (1 if rows == 1 else 4) - 1
         assert all(0 <= comm < whole for comm, whole in zip(run.comm_us, run.times_us, strict=True))
         assert (max(run.comm_us) > 0) == (arm.tp > 1)
         outs.append(run.out_MD)
     assert all(np.array_equal(out.view(np.uint32), outs[0].view(np.uint32)) for out in outs)
+    return outs[0]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_block_is_the_block(rows: int) -> None:
+    """Near float64, and of the same bits on every arm."""
+    with ranks("f32") as ours:
+        out_MD = out_of_every_arm(ours, rows)
     # the bound of a float32 sum over 512 products of size one, times 8 for the ops around it
-    assert np.abs(outs[0] - exact_block(rows)).max() < 8 * 512 * 2.0**-24
+    assert np.abs(out_MD - exact_block(rows)).max() < 8 * 512 * 2.0**-24
 
 
-def test_copies_are_the_same_layer() -> None:
-    model = served(block_checkpoint(SHAPE, random_block(SHAPE)))
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_block_in_int8_is_that_of_the_reference(rows: int) -> None:
+    """Of the same bits on every arm, and farther from float64 than float32 may be."""
+    with ranks("int8") as ours:
+        out_MD = out_of_every_arm(ours, rows)
+    with ranks("int8", "reference") as written, written.start(ARMS[0]) as started:
+        assert np.array_equal(out_MD.view(np.uint32), started.run(rows).out_MD.view(np.uint32))
+    assert np.abs(out_MD - exact_block(rows)).max() > 8 * 512 * 2.0**-24
+
+
+@pytest.mark.parametrize("arithmetic", ["f32", "int8"])
+def test_copies_are_the_same_layer(arithmetic: Arithmetic) -> None:
+    """Each of the bytes that its size is counted with."""
+    model = served(block_checkpoint(SHAPE, random_block(SHAPE)), arithmetic=arithmetic)
+    held = [model.image.panels(f"layers.0.{name}").nbytes for name in ("gate", "up", "down")]
+    assert sum(held) == SHAPE.weight_bytes(arithmetic)
     for name in ("gate", "up", "down"):
         first = model.image.panels(f"layers.0.{name}")
         others = [model.image.panels(f"layers.{layer}.{name}") for layer in range(1, COPIES)]
@@ -104,6 +128,7 @@ class FakeEngine:
 
     def __init__(self, outs: dict[str, F32], times_us: dict[str, list[float]]) -> None:
         self.outs, self.times_us, self.started = outs, times_us, list[str]()
+        self.profile_name = "int8"
 
     def start(self, arm: BlockArm) -> Any:
         self.started.append(arm.name)
@@ -136,6 +161,7 @@ def test_differing_elements_and_speedups_are_against_one_rank_of_the_same_engine
     found = blocks.measure_blocks(engine, None, rows=(2,), repetitions=2, on_step=heard.append)
     assert heard == engine.started == names * 3, "a round to warm up, and two that count"
     assert [each.name for each in found] == names
+    assert {each.profile for each in found} == {"int8"}
     assert [each.differing for each in found] == [0, 0, 0, 3]
     assert [each.max_ulp for each in found] == [0, 0, 0, 1]
     assert [each.speedup for each in found] == [1, 2, 1, 1]
@@ -160,12 +186,17 @@ def test_a_difference_is_counted_and_ends_in_exit_4(
 
 
 @pytest.mark.ranks
-def test_json_has_every_arm_at_every_number_of_rows(capfd: pytest.CaptureFixture[str]) -> None:
-    ran = Ran(capfd, *SMALL, "--no-peer", "--json")
+@pytest.mark.parametrize(("quantization", "profile"), [("none", "f32"), ("int8", "int8")])
+def test_json_has_every_arm_at_every_number_of_rows(
+    quantization: str, profile: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capfd, *SMALL, "--no-peer", "--json", "--quantization", quantization)
     assert ran.code == 0, ran.err
     record = json.loads(ran.out)
     assert {"hidden", "ffn", "seed", "profile", "profile_hash", "kernels", "machine"} <= set(record)
     assert record["torch"] is None
+    assert record["profile"] == profile
+    assert {row["profile"] for row in record["rows"]} == {profile}
     assert [(row["rows"], row["block"]) for row in record["rows"]] == [
         (rows, arm.name) for rows in (1, 5) for arm in ARMS
     ]
@@ -184,7 +215,7 @@ def test_a_person_reads_a_table_and_why_torch_is_not_there(
     assert "MLP block 64→512→64, random weights of seed 0" in ran.out
     assert ran.out.count("0 of 320") == len(ARMS)
     pasted = Ran(capfd, *SMALL, "--comm", "threads", "--no-peer", "--markdown").out
-    assert pasted.startswith("| block | rows | µs |") and "anyshard TP 4" in pasted
+    assert pasted.startswith("| block | profile | rows | µs |") and "anyshard TP 4" in pasted
     listed = Ran(capfd, *SMALL, "--comm", "threads", "--no-peer", "--csv").out.splitlines()
     assert len(listed) == 1 + 2 * len(ARMS) and set(listed[0].split(",")) == ROW_FIELDS
 
@@ -229,6 +260,17 @@ def test_a_torch_process_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_torch_has_float32_beside_int8(capfd: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capfd, *SMALL, "--json", "--quantization", "int8")
+    assert ran.code == 0, ran.err
+    profiles = {(row["engine"], row["profile"]) for row in json.loads(ran.out)["rows"]}
+    assert profiles == {("anyshard", "int8"), ("torch", "f32")}
+
+
+@pytest.mark.torch
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
 def test_the_block_of_qwen2_has_no_differing_element_and_that_of_gloo_has(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -246,6 +288,8 @@ def test_a_block_that_has_no_room_is_refused_before_it_is_made(
 ) -> None:
     monkeypatch.setattr("anyshard.cli.bench_blocks.free_memory", lambda: 8 << 30)
     monkeypatch.setattr(block_rank, "random_block", None)
-    ran = Ran(capfd, "--hidden", "16384", "--ffn", "65536")
-    assert (ran.code, ran.out) == (2, "")
-    assert "90.2 GB of memory are needed for 7 copies of the block and 8.6 GB are free" in ran.err
+    for quantization, need in (("none", "90.2 GB"), ("int8", "33.4 GB")):
+        size = ("--hidden", "16384", "--ffn", "65536")
+        ran = Ran(capfd, *size, "--quantization", quantization)
+        assert (ran.code, ran.out) == (2, "")
+        assert f"{need} of memory are needed for 7 copies of the block and 8.6 GB" in ran.err

@@ -23,10 +23,11 @@ from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.source import TensorSource
 from anyshard.comm.base import Comm
 from anyshard.comm.control import Frame, RankControl
-from anyshard.config import ModelConfig
+from anyshard.config import Arithmetic, ModelConfig
 from anyshard.launcher import RankMain
 from anyshard.model import Program
 from anyshard.ops.exact import F32
+from anyshard.ops.storage import Storage, stored_bytes
 from anyshard.worker import RankPlan, Served, Worker, rank_main
 
 __all__ = [
@@ -53,10 +54,10 @@ class BlockShape:
     seed: int = 0
     rows_max: int = 128
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of one copy, float32."""
-        return 12 * self.hidden * self.ffn
+    def weight_bytes(self, arithmetic: Arithmetic) -> int:
+        """Of one copy, as ranks hold it; float32 is also how it is made."""
+        storage: Storage = "int8" if arithmetic == "int8" else "float32"
+        return stored_bytes(storage, 3 * self.hidden * self.ffn)
 
 
 @dataclass(frozen=True)

@@ -98,11 +98,13 @@ class BlockResult:
 
     latencies: µs, of each round the median of its passes. comm_share: of the time, median; waiting
     for a peer counts. speedup: against one rank of the same engine, median of the rounds.
-    differing: elements of the result that are not those of one rank, of `elements`.
+    differing: elements of the result that are not those of one rank, of `elements`. profile: the
+    arithmetic of that engine.
     """
 
     name: str
     engine: str
+    profile: str
     tp: int
     threads: int
     rows: int
@@ -127,7 +129,11 @@ class _Started(Protocol):
 
 
 class _Engine(Protocol):
-    """Runs arms, one at a time."""
+    """Runs arms, one at a time, all in the arithmetic of that name."""
+
+    @property
+    def profile_name(self) -> str:
+        """`f32`, `int8`."""
 
     def start(self, arm: BlockArm) -> AbstractContextManager[_Started]:
         """Make an arm ready."""
@@ -152,6 +158,11 @@ class RankBlocks:
         self._body, self._cores, self._deadline_s = body, cores, deadline_s
         self._comm: Literal["threads", "shm"] = "threads" if threads else "shm"
         self._epoch = 0
+
+    @property
+    def profile_name(self) -> str:
+        """Of our profile."""
+        return self._profile.name
 
     def start(self, arm: BlockArm) -> AbstractContextManager[_Started]:
         """Fork its ranks; they end with the context."""
@@ -317,6 +328,11 @@ class TorchBlocks:
         )
         return _Process(popen, _path(log))
 
+    @property
+    def profile_name(self) -> str:
+        """Torch is always given float32."""
+        return "f32"
+
     def start(self, arm: BlockArm) -> AbstractContextManager[_Started]:
         """They run already."""
         processes = self._processes[arm.tp]
@@ -378,9 +394,9 @@ def measure_blocks(
                     runs[arm, count] += [run] if round_ else []
             on_step(arm.name)
     return [
-        _result(arm, count, runs[arm, count], runs[_base(arm), count])
+        _result(arm, engine.profile_name, count, runs[arm, count], runs[_base(arm), count])
         for count in rows
-        for arm, _ in arms
+        for arm, engine in arms
     ]
 
 
@@ -388,7 +404,9 @@ def _base(arm: BlockArm) -> BlockArm:
     return ARMS[0] if arm.engine == "anyshard" else PEER_ARMS[0]
 
 
-def _result(arm: BlockArm, rows: int, runs: list[_Run], base: list[_Run]) -> BlockResult:
+def _result(
+    arm: BlockArm, profile: str, rows: int, runs: list[_Run], base: list[_Run]
+) -> BlockResult:
     latencies = tuple(median(run.times_us) for run in runs)
     shares = [
         exchanged / whole
@@ -399,6 +417,7 @@ def _result(arm: BlockArm, rows: int, runs: list[_Run], base: list[_Run]) -> Blo
     return BlockResult(
         name=arm.name,
         engine=arm.engine,
+        profile=profile,
         tp=arm.tp,
         threads=arm.threads,
         rows=rows,

@@ -113,6 +113,7 @@ def block_table(results: Sequence[BlockResult]) -> Table:
     return Table(
         (
             "block",
+            "profile",
             "rows",
             "µs",
             "least–most",
@@ -124,6 +125,7 @@ def block_table(results: Sequence[BlockResult]) -> Table:
         tuple(
             (
                 result.name,
+                result.profile,
                 str(result.rows),
                 f"{result.latency.median:.0f}",
                 f"{result.latency.least:.0f}–{result.latency.most:.0f}",
@@ -134,7 +136,7 @@ def block_table(results: Sequence[BlockResult]) -> Table:
             )
             for result in results
         ),
-        frozenset({0}),
+        frozenset({0, 1}),
     )
 
 
@@ -144,6 +146,7 @@ def block_records(results: Sequence[BlockResult]) -> list[dict[str, Any]]:
         {
             "block": result.name,
             "engine": result.engine,
+            "profile": result.profile,
             "tp": result.tp,
             "threads": result.threads,
             "rows": result.rows,

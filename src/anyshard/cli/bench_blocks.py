@@ -28,6 +28,7 @@ from anyshard.host import free_memory, size_text
 if TYPE_CHECKING:
     from anyshard.bench.block_rank import BlockShape
     from anyshard.bench.blocks import BlockResult
+    from anyshard.config import Arithmetic
 
 __all__ = ["blocks"]
 
@@ -46,7 +47,8 @@ def blocks(
         int, Parameter(name=["--repetitions", "-r"], show_env_var=False)
     ] = DEFAULT_REPETITIONS,
     peer: Annotated[bool, Parameter(show_env_var=False)] = True,
-    kernels: Literal["auto", "avx2", "scalar", "reference"] = "auto",
+    quantization: Literal["none", "int8"] = "none",
+    kernels: Literal["auto", "vnni", "avx2", "scalar", "reference"] = "auto",
     comm: Literal["auto", "shm", "threads"] = "auto",
     output: FormatFlags = FormatFlags(),
 ) -> int:
@@ -69,6 +71,8 @@ def blocks(
         Rounds over all arms, after one to warm up.
     peer
         Also run torch, if it is installed.
+    quantization
+        Arithmetic of our ranks: float32 (none), or blocks of int8; torch has float32.
     kernels
         Kernel bodies; all have the same bits.
     comm
@@ -84,7 +88,7 @@ def blocks(
         if size % _UNIT:
             raise OptionError(f"--{name} is {size}; it can be a multiple of {_UNIT}")
     shape = BlockShape(hidden=hidden, ffn=ffn, seed=seed, rows_max=max(counts))
-    flags = SplitFlags(kernels=kernels, comm=comm, cache=False)
+    flags = SplitFlags(quantization=quantization, kernels=kernels, comm=comm, cache=False)
     return _Blocks(shape, flags, counts, repetitions, peer, output).run()
 
 
@@ -101,6 +105,7 @@ class _Blocks:
         output: FormatFlags,
     ) -> None:
         self.shape, self.flags, self.rows = shape, flags, rows
+        self.arithmetic: Arithmetic = "int8" if flags.quantization == "int8" else "f32"
         self.repetitions, self.peer, self.printer = repetitions, peer, Printer(output)
 
     def run(self) -> int:
@@ -150,11 +155,12 @@ class _Blocks:
     def _opened(self, weights: Any) -> Opened:
         from anyshard.bench.block_rank import block_checkpoint
         from anyshard.bench.blocks import ARMS
-        from anyshard.engine import f32_profile
+        from anyshard.engine import profile_of
         from anyshard.layout import plan
         from anyshard.model import program
 
-        checkpoint, profile = block_checkpoint(self.shape, weights), f32_profile()
+        checkpoint = block_checkpoint(self.shape, weights)
+        profile = profile_of(self.arithmetic)
         layout = plan(checkpoint.config, tp=max(arm.tp for arm in ARMS), leaf=profile.leaf)
         return Opened(
             flags=self.flags,
@@ -174,7 +180,8 @@ class _Blocks:
         """Raises: OptionError where the weights alone would not fit, before they are made."""
         from anyshard.bench.block_rank import COPIES
 
-        free, need = free_memory(), self.shape.weight_bytes * (COPIES + 1)
+        free, shape = free_memory(), self.shape
+        need = shape.weight_bytes("f32") + COPIES * shape.weight_bytes(self.arithmetic)
         if free is not None and need > free:
             raise OptionError(
                 f"{size_text(need)} of memory are needed for {COPIES + 1} copies of the block and "
@@ -190,8 +197,8 @@ class _Blocks:
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed, so the block was not run on it"
         free = free_memory()
-        need = _NUM_PEERS * (_PEER_BYTES + self.shape.weight_bytes)
-        need += 2 * COPIES * self.shape.weight_bytes
+        copy_bytes = self.shape.weight_bytes("f32")
+        need = _NUM_PEERS * (_PEER_BYTES + copy_bytes) + 2 * COPIES * copy_bytes
         if free is not None and need > free:
             return f"torch was left out: it needs {size_text(need)} of memory"
         return ""
