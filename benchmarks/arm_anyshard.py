@@ -22,10 +22,8 @@ from typing import Any
 
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # before NumPy: we fork
 
-import anyshard.engine
-from anyshard.checkpoint import Checkpoint, open_checkpoint
-from anyshard.config import Profile
-from anyshard.engine import Engine, EngineOptions, f32_profile, loader
+from anyshard.checkpoint import open_checkpoint
+from anyshard.engine import Engine, EngineOptions, loader, profile_of
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
 from anyshard.request import Request
@@ -55,18 +53,6 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s, "logits_sha256": sha256}
 
 
-def arithmetic(checkpoint: Checkpoint, quantization: str) -> tuple[Profile, dict[str, Any]]:
-    """The profile, and what the loader is told of it."""
-    if quantization == "none":
-        return f32_profile(), {}
-    if not hasattr(anyshard.engine, "profile_of"):
-        sys.exit(
-            f"this anyshard has one arithmetic, f32; --quantization {quantization} is not in it"
-        )
-    chosen = checkpoint.arithmetic(quantization)
-    return anyshard.engine.profile_of(chosen), {"arithmetic": chosen}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("tp", type=int)
@@ -76,8 +62,10 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "int8", "auto"), default="none")
     asked = parser.parse_args()
     checkpoint = open_checkpoint(asked.model)
-    profile, told = arithmetic(checkpoint, asked.quantization)
-    group = fork_launcher(loader(checkpoint, threads=os.cpu_count() or 1, **told), rank_main)
+    arithmetic = checkpoint.arithmetic(asked.quantization)
+    profile = profile_of(arithmetic)
+    load = loader(checkpoint, threads=os.cpu_count() or 1, arithmetic=arithmetic)
+    group = fork_launcher(load, rank_main)
     try:
         config = checkpoint.config
         layout = plan(config, tp=asked.tp, leaf=profile.leaf)

@@ -30,7 +30,6 @@ from typing import Any, Final, Protocol
 import hf
 import llama
 
-import anyshard.engine
 from anyshard.checkpoint import open_checkpoint
 from anyshard.tokenizer import open_tokenizer
 
@@ -123,7 +122,7 @@ SETTINGS: Final = (
 def warm_arms(weights: Path, environment: Path, tokens: list[int]) -> list[WarmArm]:
     """Ours, a process for each arithmetic and thread count, and HF, one process for all."""
     arms = []
-    for quantization in quantizations():
+    for quantization in OURS:
         for threads in THREADS:
             flags = ("1", str(threads), "--quantization", quantization)
             process = hf.start([sys.executable, str(hf.HERE / "arm_anyshard.py"), *flags])
@@ -137,14 +136,6 @@ def warm_arms(weights: Path, environment: Path, tokens: list[int]) -> list[WarmA
     for threads in THREADS:
         arms.append(WarmArm(HF, threads, hf.Arm(HF, process, threads, ready), tokens))
     return arms
-
-
-def quantizations() -> tuple[str, ...]:
-    """What this anyshard computes in."""
-    if hasattr(anyshard.engine, "profile_of"):
-        return tuple(OURS)
-    llama.say("this anyshard has no --quantization: int8 and its rows are left out")
-    return ("none",)
 
 
 def check_digests(arms: list[WarmArm]) -> None:
