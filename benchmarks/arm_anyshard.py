@@ -1,13 +1,15 @@
 """anyshard as an arm of the benchmark: the engine of the command line, kept warm.
 
-    python arm_anyshard.py TP THREADS [MODEL] [--record] [--quantization none|int8|auto]
+    python arm_anyshard.py TP THREADS [MODEL] [--record] [--quantization none|int8|auto] [--rows N]
 
 Ranks are forked processes, as in production; with --record, every run is recorded. Without
---quantization the arithmetic is f32, whatever the model is stored as.
+--quantization the arithmetic is f32, whatever the model is stored as. --rows: most requests at
+once.
 
 Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens", "first_s",
 "rest_s", "logits_sha256"}: greedy, batch of one, logits handed to the front and hashed as
-`anyshard generate` does.
+`anyshard generate` does. With {"rows"} so many requests of that prompt run in one batch, with
+{"logits": false} nobody asks for logits.
 """
 
 from __future__ import annotations
@@ -32,25 +34,33 @@ from anyshard.worker import rank_main
 CONTEXT = 512
 
 
-def run(engine: Engine, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-    """Seconds to the first token, and for the others together."""
+def run(
+    engine: Engine, prompt: list[int], num_tokens: int, *, rows: int, logits: bool
+) -> dict[str, Any]:
+    """Seconds to the first token of all `rows` requests, and for the others together."""
     start = time.perf_counter()
-    request_id = engine.submit(
-        Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=True)
-    )
-    tokens: list[int | None] = []
+    request = Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=logits)
+    ids = [engine.submit(request) for _ in range(rows)]
+    tokens: dict[int, list[int | None]] = {request_id: [] for request_id in ids}
     digest = hashlib.sha256()
     first_s = 0.0
-    for event in engine.run():
-        if not tokens:
+    for count, event in enumerate(engine.run(), 1):
+        tokens[event.request_id].append(event.token)
+        if count == rows:
             first_s = time.perf_counter() - start
-        tokens.append(event.token)
+            assert all(len(each) == 1 for each in tokens.values()), "prompts ran in several steps"
         digest.update(event.logits.tobytes() if event.logits is not None else b"")
     if engine.options.record:
-        engine.digests(request_id, emitted=len(tokens))
+        for request_id in ids:
+            engine.digests(request_id, emitted=num_tokens)
     rest_s = time.perf_counter() - start - first_s
-    sha256 = digest.hexdigest()
-    return {"tokens": tokens, "first_s": first_s, "rest_s": rest_s, "logits_sha256": sha256}
+    assert all(each == tokens[ids[0]] for each in tokens.values()), "rows of one batch differ"
+    return {
+        "tokens": tokens[ids[0]],
+        "first_s": first_s,
+        "rest_s": rest_s,
+        "logits_sha256": digest.hexdigest(),
+    }
 
 
 def main() -> None:
@@ -60,6 +70,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--quantization", choices=("none", "int8", "auto"), default="none")
+    parser.add_argument("--rows", type=int, default=1)
     asked = parser.parse_args()
     checkpoint = open_checkpoint(asked.model)
     arithmetic = checkpoint.arithmetic(asked.quantization)
@@ -72,7 +83,7 @@ def main() -> None:
         group.wait_loaded()
         options = EngineOptions(
             threads=asked.threads,
-            max_num_seqs=1,
+            max_num_seqs=asked.rows,
             max_model_len=CONTEXT,
             record=asked.record,
         )
@@ -81,7 +92,13 @@ def main() -> None:
         print(json.dumps({"ready": {"body": engine.body}}), flush=True)
         for line in sys.stdin:
             command = json.loads(line)
-            answer = run(engine, command["prompt"], command["num_tokens"])
+            answer = run(
+                engine,
+                command["prompt"],
+                command["num_tokens"],
+                rows=command.get("rows", 1),
+                logits=command.get("logits", True),
+            )
             print(json.dumps(answer), flush=True)
         engine.close()
     finally:

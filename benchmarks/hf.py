@@ -68,9 +68,9 @@ class Arm:
     threads: int
     ready: dict[str, str] = field(default_factory=dict)
 
-    def ask(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """Run once."""
-        asked = {"threads": self.threads, "prompt": prompt, "num_tokens": num_tokens}
+    def ask(self, prompt: list[int], num_tokens: int, **more: int) -> dict[str, Any]:
+        """Run once; `more`: what that arm alone understands."""
+        asked = {"threads": self.threads, "prompt": prompt, "num_tokens": num_tokens, **more}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()

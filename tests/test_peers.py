@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import io
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
-
-def of_benchmarks(name: str) -> Iterator[ModuleType]:
-    """A module of benchmarks/, which is no package."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for each in ("peers", "llama", "hf"):
-            sys.modules.pop(each, None)
+from benchmark_modules import benchmark
 
 
 @pytest.fixture
 def peers() -> Iterator[ModuleType]:
-    yield from of_benchmarks("peers")
+    with benchmark("peers") as module:
+        yield module
 
 
 @pytest.fixture
 def llama() -> Iterator[ModuleType]:
-    yield from of_benchmarks("llama")
+    with benchmark("llama") as module:
+        yield module
 
 
 # --- figures --------------------------------------------------------------------------------------
