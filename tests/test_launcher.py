@@ -167,7 +167,7 @@ def test_ranks_inherit_what_was_loaded_and_answer() -> None:
         front = begin(handle)
         pids = handle.pids
         result = front.wait_result(front.send_frame(FINE))
-        assert result.tokens.tolist() == [pids[0]]
+        assert result.tokens == [pids[0]]
         assert len(set(pids)) == 2
     gone_within(pids, NOTICE_S)
     with pytest.raises(ChildProcessError):  # no zombie

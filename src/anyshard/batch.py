@@ -10,7 +10,9 @@ Knows nothing of ranks, text or clocks.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request
@@ -30,8 +32,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes fixed before start: rows of a tick, rows of one prompt in it, slots, tokens a page."""
 
     rows_max: int
@@ -40,8 +41,7 @@ class Limits:
     block: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sequence:
+class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     """A request in flight. `computed` tokens have their keys and values stored."""
 
     request_id: int
@@ -62,8 +62,7 @@ class Sequence:
         return max(0, len(self.request.prompt) - self.computed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """All that scheduling knows: who waits, who runs, who rests, what is free.
 
     A resting sequence has ended, but its slot and pages stay stored for the next request of its
@@ -87,8 +86,7 @@ class Batch:
         return sum(s.unread for s in self.running) + sum(len(r.prompt) for _, r in self.waiting)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One token of one sequence to run: its slot and absolute position; whether a token is drawn
     after it, and whether the caller wants its logits."""
 
@@ -104,8 +102,7 @@ class Row:
         return self.sample or self.logits
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Rows of a step, and the sequences admitted for it (their page tables are news)."""
 
     rows: tuple[Row, ...]

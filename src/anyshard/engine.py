@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from anyshard.batch import (
     Batch,
@@ -155,8 +156,7 @@ class EngineOptions:
     capture: Capture | None = None
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """A token of a request (with its logit row, if asked for), its end, or both.
 
     Neither, for the logits of a prompt token.
@@ -404,7 +404,7 @@ class Engine:
         )
         if self._log is not None:
             self._uncollected = (tick, result, self.batch.running)
-            if result.faults.any():
+            if any(result.faults):
                 codes = self._log.faults(self.control.wait_digests(sequence, len(tick.rows)))
         self._account(tick, time.monotonic() - start)
         return result, codes
@@ -476,10 +476,10 @@ class Engine:
                 if codes:
                     events.append(self._faulted(sequence, codes[index]))
                 else:
-                    code = int(result.faults[index])
+                    code = result.faults[index]
                     events.append(self._faulted(sequence, self._earliest(code, result.sequence)))
             elif row.sample:
-                token = int(result.tokens[index])
+                token = result.tokens[index]
                 tokens[row.slot] = token
                 finish = _finish_reason(sequence, token)
                 if finish is not None:
@@ -515,7 +515,7 @@ def _recorded_rows(tick: Tick, result: Result, running: tuple[Sequence, ...]) ->
     """The rows of a tick as the log wants them; `running` before its result was applied."""
     by_slot = {s.slot: s for s in running}
     failed: dict[int, int] = {}  # slot to its first position that failed
-    for row, fault in zip(tick.rows, result.faults.tolist(), strict=True):
+    for row, fault in zip(tick.rows, result.faults, strict=True):
         if fault:
             failed[row.slot] = min(row.position, failed.get(row.slot, row.position))
     return [

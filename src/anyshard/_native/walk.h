@@ -22,7 +22,8 @@ class Exchange : public Bound {
     uint32_t* step;               // of the last exchange
     uint32_t* sizes[2];           // of a parity: floats that a rank publishes, by their places
     std::vector<int64_t> places;  // of tp ranks, in words from those above
-    int64_t* sent;                // bytes, messages
+    int64_t* sent;                // bytes
+    int64_t* messages;
   };
   struct Sizes {
     int64_t mine, wire;  // floats a row
@@ -45,8 +46,8 @@ class Exchange : public Bound {
     const bool agrees = std::all_of(words_.places.begin(), words_.places.end(),
                                     [&](int64_t place) { return sizes[place] == size; });
     if (status != kReached || !agrees) return status;
-    words_.sent[0] += wire * static_cast<int64_t>(sizeof(float)) * sizes_.messages;
-    words_.sent[1] += sizes_.messages;
+    *words_.sent += wire * static_cast<int64_t>(sizeof(float)) * sizes_.messages;
+    *words_.messages += sizes_.messages;
     return kGoOn;
   }
 

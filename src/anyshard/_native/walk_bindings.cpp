@@ -22,11 +22,11 @@ void require_size(size_t size, size_t least, const char* name) {
 
 void init_exchange(Exchange* self, const Gather& gather, const Numbers<uint32_t>& step,
                    const Numbers<uint32_t>& even_sizes, const Numbers<uint32_t>& odd_sizes,
-                   const std::vector<int64_t>& places, const Numbers<int64_t>& sent,
+                   const std::vector<int64_t>& places,
+                   const nb::ndarray<int64_t, nb::numpy, nb::shape<2>, nb::device::cpu>& sent,
                    const std::vector<int64_t>& floats, int64_t messages, int tp_rank,
                    int64_t slice_us) {
   require_size(step.size(), 1, "step");
-  require_size(sent.size(), 2, "sent");
   require(floats.size() == 3, "floats are mine and wire of a row, and the capacity");
   require(0 <= tp_rank && static_cast<size_t>(tp_rank) < places.size(), "there is no such tp rank");
   for (const int64_t place : places) {
@@ -34,9 +34,13 @@ void init_exchange(Exchange* self, const Gather& gather, const Numbers<uint32_t>
     require_size(std::min(even_sizes.size(), odd_sizes.size()), static_cast<size_t>(place) + 1,
                  "sizes");
   }
-  new (self)
-      Exchange(gather, {step.data(), {even_sizes.data(), odd_sizes.data()}, places, sent.data()},
-               {floats[0], floats[1], floats[2], messages, tp_rank}, slice_us);
+  new (self) Exchange(gather,
+                      {step.data(),
+                       {even_sizes.data(), odd_sizes.data()},
+                       places,
+                       sent.data(),
+                       sent.data() + sent.stride(0)},
+                      {floats[0], floats[1], floats[2], messages, tp_rank}, slice_us);
 }
 
 void init_walk(Walk* self, const std::vector<Bound*>& calls, const Numbers<uint64_t>& operations) {

@@ -105,10 +105,10 @@ def _frames(tokens: Sequence[int]) -> list[np.ndarray]:
     return [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
 
 
-def _refuse_faults(faults: np.ndarray, frame: np.ndarray, num_layers: int) -> None:
+def _refuse_faults(faults: list[int], frame: np.ndarray, num_layers: int) -> None:
     bad = np.flatnonzero(faults)
     if len(bad):
-        place = FaultCode.name(int(faults[bad[0]]), num_layers)
+        place = FaultCode.name(faults[int(bad[0])], num_layers)
         raise UserError(
             f"position {frame['position'][bad[0]]} of the text leaves the range of float32 in "
             f"{place}; a model that overflows cannot be compared, check its weights"

@@ -206,7 +206,7 @@ class _RankArm:
         result = self._control.wait_result(
             sequence, deadline_s=self._deadline_s, poll=self._group.poll
         )
-        if result.faults.any():
+        if any(result.faults):
             raise AnyshardError("a value of the random block left the range of float32")
         times = self._board.times_ns[0, 1:passes] / 1000
         return _Run(

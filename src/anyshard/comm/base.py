@@ -90,29 +90,25 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self.sent: NDArray[np.int64] = np.zeros((len(WIRE_KINDS), 2), np.int64)  #: as `of` shows
-        self._words = {kind: self.of(kind).data for kind in WIRE_KINDS}
-
-    def of(self, kind: WireKind) -> NDArray[np.int64]:
-        """Bytes and messages of a kind, in place; a native exchange counts into it."""
-        row: NDArray[np.int64] = self.sent[WIRE_KINDS.index(kind)]
-        return row
+        #: bytes of each of WIRE_KINDS, then messages; a native exchange counts into it
+        self.sent: NDArray[np.int64] = np.zeros(2 * len(WIRE_KINDS), np.int64)
+        self.words = self.sent.data
 
     def add(self, kind: WireKind, *, num_floats: int, num_messages: int) -> None:
         """Count `num_messages` messages of `num_floats` float32 each."""
-        words = self._words[kind]
-        words[0] += num_floats * FLOAT_BYTES * num_messages
-        words[1] += num_messages
+        number = WIRE_KINDS.index(kind)
+        self.words[number] += num_floats * FLOAT_BYTES * num_messages
+        self.words[len(WIRE_KINDS) + number] += num_messages
 
     @property
     def bytes(self) -> dict[WireKind, int]:
         """By kind."""
-        return {kind: words[0] for kind, words in self._words.items()}
+        return dict(zip(WIRE_KINDS, self.words[: len(WIRE_KINDS)], strict=True))
 
     @property
     def messages(self) -> dict[WireKind, int]:
         """By kind."""
-        return {kind: words[1] for kind, words in self._words.items()}
+        return dict(zip(WIRE_KINDS, self.words[len(WIRE_KINDS) :], strict=True))
 
 
 class Exchange(Protocol):

@@ -72,12 +72,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Result:
-    """What the sampler made of a frame: tokens int32[n], faults int32[n] (0 is fine), logits
+    """What the sampler made of a frame: a token and a fault (0 is fine) of each row, logits
     f32[k, vocab] or None."""
 
     sequence: int
-    tokens: Int32Array
-    faults: Int32Array
+    tokens: list[int]
+    faults: list[int]
     logits: FloatArray | None
 
 
@@ -107,6 +107,7 @@ class RankStatus:
         self._record = region.status(rank)
         self.operations: NDArray[np.uint64] = self._record["operations"]  #: [1], in place
         self._operations_word = self.operations.data
+        self._wires = (self._record["wire_bytes"][0].data, self._record["wire_messages"][0].data)
         self._record["blamed"] = -1
         Liveness(region).introduce(rank)
 
@@ -126,8 +127,9 @@ class RankStatus:
 
     def report(self, counters: Counters) -> None:
         """Copy the wire counters out; call once a step."""
-        self._record["wire_bytes"][0] = counters.sent[:, 0]
-        self._record["wire_messages"][0] = counters.sent[:, 1]
+        for words, sent in zip(self._wires, (counters.bytes, counters.messages), strict=True):
+            for index, number in enumerate(sent.values()):
+                words[index] = number
 
     def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
         """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""
@@ -145,7 +147,7 @@ def failure_of(region: EpochRegion, rank: int) -> tuple[str, int, int] | None:
     return message, int(record["blamed"][0]), int(record["exit_code"][0])
 
 
-def _checksum(epoch: int, sequence: int, parts: tuple[Any, ...]) -> int:
+def _checksum(epoch: int, sequence: int, parts: tuple[bytes, ...]) -> int:
     crc = zlib.crc32(b"%d %d" % (epoch, sequence))
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -175,11 +177,9 @@ class RankControl:
         self._slots = [
             layout.frame_offset + slot * layout.frame_bytes for slot in range(sizes.frame_slots)
         ]
-        self._shared_rows = [region.array(ROW, sizes.rows_max, at + _BODY) for at in self._slots]
-        pages_at = _BODY + sizes.rows_max * ROW.itemsize
-        self._shared_pages = [
-            region.array(PAGE, sizes.pages_max, at + pages_at) for at in self._slots
-        ]
+        self._row_bytes = self._rows.view(np.uint8).data
+        self._page_bytes = self._pages.view(np.uint8).data
+        self._pages_at = pages_at = _BODY + sizes.rows_max * ROW.itemsize
         self._note_at = pages_at + sizes.pages_max * PAGE.itemsize
         self._results = [_ResultSlot(region, slot) for slot in range(sizes.frame_slots)]
         self._digests = [region.digests(slot, rank) for slot in range(sizes.frame_slots)]
@@ -209,8 +209,7 @@ class RankControl:
             self._dropped_word[0] += 1
 
     def _copy_out(self, sequence: int) -> Frame | None:
-        slot = sequence % self._sizes.frame_slots
-        at = self._slots[slot]
+        at = self._slots[sequence % self._sizes.frame_slots]
         magic, crc, epoch, found, num_rows, num_pages, num_note = FRAME_HEADER.unpack_from(
             self._region.memory, at
         )
@@ -229,17 +228,21 @@ class RankControl:
                 f" (want {sequence}), {num_rows} rows of {sizes.rows_max}, {num_pages} pages of"
                 f" {sizes.pages_max}, note {num_note} of {sizes.note_bytes} bytes"
             )
-        rows = self._rows[:num_rows]
-        rows[:] = self._shared_rows[slot][:num_rows]
-        pages = self._pages[:num_pages]
-        pages[:] = self._shared_pages[slot][:num_pages]
+        row_bytes = self._copy(at + _BODY, num_rows * ROW.itemsize, self._row_bytes)
+        page_bytes = self._copy(at + self._pages_at, num_pages * PAGE.itemsize, self._page_bytes)
         note = self._region.memory[at + self._note_at : at + self._note_at + num_note]
-        have = _checksum(epoch, sequence, (rows, pages, note))
+        have = _checksum(epoch, sequence, (row_bytes, page_bytes, note))
         if have != crc:
             raise AnyshardError(
                 f"damaged frame {sequence}: checksum {have:#010x}, its header says {crc:#010x}"
             )
-        return Frame(sequence, rows, pages, note)
+        return Frame(sequence, self._rows[:num_rows], self._pages[:num_pages], note)
+
+    def _copy(self, at: int, num_bytes: int, into: memoryview) -> bytes:
+        """So many bytes of the mapping, which also go to the front of `into`."""
+        found = self._region.memory[at : at + num_bytes]
+        into[:num_bytes] = found
+        return found
 
     def post_result(
         self,
@@ -296,8 +299,8 @@ class _ResultSlot:
             raise AnyshardError(f"result slot holds sequence {found}, want {sequence}")
         return Result(
             sequence,
-            np.frombuffer(bytearray(self._tokens[:num_rows]), np.int32),
-            np.frombuffer(bytearray(self._faults[:num_rows]), np.int32),
+            self._tokens[:num_rows].tolist(),
+            self._faults[:num_rows].tolist(),
             self._logits[:num_logits].copy() if num_logits else None,
         )
 
@@ -356,8 +359,8 @@ class FrontControl:
         At most `frame_slots` frames may be without a read result. Raises: ValueError over a
         bound, PeerLost.
         """
-        self._poll()
         if not self._ready:
+            self._poll()
             self.wait_ready()
         sizes = self._sizes
         pages = _NO_PAGES if pages is None else pages
@@ -375,32 +378,23 @@ class FrontControl:
         if sequence > sizes.frame_slots:
             done = sequence - sizes.frame_slots
             self._wait_askers(done + 1, "all ranks to finish a frame")
-        self._write(
-            sequence, np.ascontiguousarray(rows, ROW), np.ascontiguousarray(pages, PAGE), note
-        )
+        row_bytes = np.ascontiguousarray(rows, ROW).tobytes()
+        page_bytes = np.ascontiguousarray(pages, PAGE).tobytes() if len(pages) else b""
+        self._write(sequence, row_bytes, page_bytes, note)
         self.sequence = sequence
         self._signals.publish(CHANNEL_FRAME, sequence % WRAP, self._ranks)
         return sequence
 
-    def _write(self, sequence: int, rows: NDArray[Any], pages: NDArray[Any], note: bytes) -> None:
+    def _write(self, sequence: int, rows: bytes, pages: bytes, note: bytes) -> None:
         sizes, layout, memory = self._sizes, self._region.layout, self._region.memory
         at = layout.frame_offset + (sequence % sizes.frame_slots) * layout.frame_bytes
         crc = _checksum(self.epoch, sequence, (rows, pages, note))
-        FRAME_HEADER.pack_into(
-            memory,
-            at,
-            FRAME_MAGIC,
-            crc,
-            self.epoch,
-            sequence % WRAP,
-            len(rows),
-            len(pages),
-            len(note),
-        )
+        counts = len(rows) // ROW.itemsize, len(pages) // PAGE.itemsize, len(note)
+        FRAME_HEADER.pack_into(memory, at, FRAME_MAGIC, crc, self.epoch, sequence % WRAP, *counts)
         rows_at = at + _BODY
-        memory[rows_at : rows_at + rows.nbytes] = rows.tobytes()
+        memory[rows_at : rows_at + len(rows)] = rows
         pages_at = rows_at + sizes.rows_max * ROW.itemsize
-        memory[pages_at : pages_at + pages.nbytes] = pages.tobytes()
+        memory[pages_at : pages_at + len(pages)] = pages
         note_at = pages_at + sizes.pages_max * PAGE.itemsize
         memory[note_at : note_at + len(note)] = note
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from anyshard.comm.base import (
     HOP_DEPTH,
+    WIRE_KINDS,
     CommKind,
     Counters,
     EpochAborted,
@@ -103,7 +104,7 @@ class _ShmExchange:
             step=self._steps,
             sizes=sizes,
             places=places,
-            sent=comm.counters.of(self._spec.kind),
+            sent=comm.counters.sent[WIRE_KINDS.index(self._spec.kind) :: len(WIRE_KINDS)],
             floats=(row_floats, row_wire, self.capacity_floats),
             messages=self._sends,
             tp_rank=comm.tp_rank,

@@ -128,7 +128,7 @@ class NativeSignals:
         """An exchange of comm/shm.py as a part of a native walk.
 
         sizes: of either parity, the words in which ranks say what they publish, at `places`.
-        floats: of a row mine and on the wire, and of a buffer.
+        sent [2]: bytes and messages. floats: of a row mine and on the wire, and of a buffer.
         """
         return self._native.Exchange(
             waiter, step, *sizes, places, sent, floats, messages, tp_rank, slice_us

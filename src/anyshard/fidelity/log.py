@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from anyshard.config import ModelConfig
@@ -43,8 +44,7 @@ class RunDigests:
     disagreement: Disagreement | None = None
 
 
-@dataclass(frozen=True)
-class RecordedRow:
+class RecordedRow(msgspec.Struct, frozen=True):
     """A row of a step: whose it is, its position, whether it has logits, which token those gave
     (None: nothing was drawn), and whether to keep it: what failed is not, nor what follows it."""
 

@@ -239,7 +239,8 @@ class Driver:
         result = self._control.wait_result(sequence, poll=self._group.poll)
         empty = np.zeros((0, self.model.config.vocab), np.float32)
         logits = empty if result.logits is None else result.logits
-        return Step(result.tokens, result.faults, logits)
+        tokens, faults = (np.array(each, np.int32) for each in (result.tokens, result.faults))
+        return Step(tokens, faults, logits)
 
     def logits(
         self,
