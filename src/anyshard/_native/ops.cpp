@@ -89,6 +89,7 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       k_(a.k_panels, a.k_bias, "k_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
       v_(a.v_panels, a.v_bias, "v_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
       form_(leaves_, norm_.width(), {&q_, &k_, &v_}),
+      prepared_(form_),
       cosine_(a.cosine, "cos", Element::kFloat, {kAny, a.head_dim / 2}),
       sine_(a.sine, "sin", Element::kFloat, {cosine_.size(0), a.head_dim / 2}),
       paged_(a.page_table, a.row_slot, a.positions, q_out_.size(0), k_cache_.size(0),
@@ -105,8 +106,9 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
   row_floats_ = form_.scratch_floats(q_out_.size(0));
   kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
-  pool.reserve(row_floats_ + 2 * kv_floats_, std::max({norm_.own_floats(form_), q_.scratch_floats(),
-                                                       k_.scratch_floats(), v_.scratch_floats()}));
+  pool.reserve(row_floats_ + 2 * kv_floats_,
+               prepared_.own_floats() + std::max({norm_.own_floats(form_), q_.scratch_floats(),
+                                                  k_.scratch_floats(), v_.scratch_floats()}));
 }
 
 void Qkv::run(int rows) {
@@ -117,7 +119,7 @@ void Qkv::run(int rows) {
   const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
   const int num_places = rows * num_heads;
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
-    if (phase == 0) norm_.run(thread, form_, start, stop, nullptr);
+    if (phase == 0) norm_.run(prepared_.seen_by(thread, rows), form_, start, stop, nullptr);
     if (phase == 1) project(thread, rows, start, stop);
     for (int i = start; phase == 2 && i < stop; ++i) {
       place_head(thread, i / num_heads, i % num_heads);
@@ -131,6 +133,7 @@ void Qkv::run(int rows) {
 
 // Panels [start, stop) of q, k and v one after the other.
 void Qkv::project(const Thread& thread, int rows, int start, int stop) const {
+  const Thread seen = prepared_.seen_by(thread, rows);
   const BoundLinear* linears[] = {&q_, &k_, &v_};
   float* outputs[] = {q_out_.writable_floats(), k_rows(thread), v_rows(thread)};
   for (int i = 0; i < 3; ++i) {
@@ -138,8 +141,8 @@ void Qkv::project(const Thread& thread, int rows, int start, int stop) const {
     const int first = std::max(start, 0);
     const int last = std::min(stop, size);
     if (first < last) {
-      linears[i]->run(thread.kernels, first, last, thread.common, form_.stride(), rows, outputs[i],
-                      0, static_cast<size_t>(linears[i]->num_outputs()), thread.own);
+      linears[i]->run(seen.kernels, first, last, seen.common, form_.stride(), rows, outputs[i], 0,
+                      static_cast<size_t>(linears[i]->num_outputs()), seen.own);
     }
     start -= size;
     stop -= size;
@@ -190,11 +193,13 @@ RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outp
       leaves_(leaf_lengths, merges, a_.size(1), false),
       linear_(panels, Py_None, "", a_.size(1), num_outputs, leaves_),
       form_(leaves_, a_.size(1), {&linear_}),
+      prepared_(form_),
       out_(out, "out", Element::kFloat, {kAny}, true) {
   const int64_t needed = leaves_.num_nodes() * a_.size(0) * num_outputs;
   require(out_.size(0) >= needed, "out holds " + std::to_string(out_.size(0)) + " floats; " +
                                       std::to_string(needed) + " are needed");
-  pool.reserve(form_.quantized() ? form_.scratch_floats(a_.size(0)) : 0, linear_.scratch_floats());
+  pool.reserve(form_.quantized() ? form_.scratch_floats(a_.size(0)) : 0,
+               prepared_.own_floats() + linear_.scratch_floats());
 }
 
 void RowLinear::run(int rows) {
@@ -202,7 +207,8 @@ void RowLinear::run(int rows) {
   if (leaves_.num_nodes() == 0) return;
   const size_t row_stride = static_cast<size_t>(linear_.num_outputs());
   const int num_pieces = form_.num_pieces();
-  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+  const auto work = [&](const Thread& given, int phase, int start, int stop) {
+    const Thread thread = prepared_.seen_by(given, rows);
     for (int i = start; phase == 0 && i < stop; ++i) {
       const int row = i / num_pieces;
       form_.write_piece(thread.kernels, i % num_pieces, a_.floats() + product(row, a_.size(1)),
@@ -215,7 +221,9 @@ void RowLinear::run(int rows) {
     }
   };
   const int pieces = form_.quantized() ? rows * num_pieces : 0;
-  pool_.run({{pieces, pool_.chunk(pieces, 1)}, linear_.phase(pool_, rows)}, work);
+  pool_.run(
+      {{pieces, pool_.chunk(pieces, 1), PreparedRows::by_each(rows)}, linear_.phase(pool_, rows)},
+      work);
 }
 
 Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
@@ -290,19 +298,22 @@ GateUp::GateUp(Pool& pool, const Arguments& a)
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       gate_(a.gate_panels, a.gate_bias, "gate_", norm_.width(), a.num_outputs, leaves_),
       up_(a.up_panels, a.up_bias, "up_", norm_.width(), a.num_outputs, leaves_),
-      form_(leaves_, norm_.width(), {&gate_, &up_}) {
+      form_(leaves_, norm_.width(), {&gate_, &up_}),
+      prepared_(form_) {
   require(out_.size(0) == norm_.num_rows(), "out and x have different numbers of rows");
   up_floats_ = whole_lines(product(out_.size(0), kGateUpChunk * kLanes));
   pool.reserve(form_.scratch_floats(out_.size(0)),
-               std::max(norm_.own_floats(form_),
-                        up_floats_ + std::max(gate_.scratch_floats(), up_.scratch_floats())));
+               prepared_.own_floats() +
+                   std::max(norm_.own_floats(form_),
+                            up_floats_ + std::max(gate_.scratch_floats(), up_.scratch_floats())));
 }
 
 void GateUp::run(int rows) {
   check_rows(rows, static_cast<int>(out_.size(0)));
   Phase panels = gate_.phase(pool_, rows);
   panels.chunk = std::min(panels.chunk, kGateUpChunk);
-  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+  const auto work = [&](const Thread& given, int phase, int start, int stop) {
+    const Thread thread = prepared_.seen_by(given, rows);
     if (phase == 0) norm_.run(thread, form_, start, stop, nullptr);
     if (phase == 1) run_panels(thread, rows, start, stop);
   };
@@ -336,9 +347,11 @@ Head::Head(Pool& pool, const Arguments& a)
       norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       linear_(a.panels, a.bias, "", norm_.width(), a.num_outputs, leaves_),
-      form_(leaves_, norm_.width(), {&linear_}) {
-  pool.reserve(form_.scratch_floats(out_.size(0)),
-               std::max(norm_.own_floats(form_), linear_.scratch_floats()));
+      form_(leaves_, norm_.width(), {&linear_}),
+      prepared_(form_) {
+  pool.reserve(
+      form_.scratch_floats(out_.size(0)),
+      prepared_.own_floats() + std::max(norm_.own_floats(form_), linear_.scratch_floats()));
 }
 
 void Head::run(int num_sampled) {
@@ -351,7 +364,8 @@ void Head::run(int num_sampled) {
                                   std::to_string(norm_.num_rows() - 1) + " is possible");
     }
   }
-  const auto work = [&](const Thread& thread, int phase, int start, int stop) {
+  const auto work = [&](const Thread& given, int phase, int start, int stop) {
+    const Thread thread = prepared_.seen_by(given, num_sampled);
     if (phase == 0) {
       norm_.run(thread, form_, start, stop, sample_rows_.ints());
     } else {

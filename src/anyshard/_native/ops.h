@@ -63,6 +63,7 @@ class Qkv : public Op {
   BoundLinear k_;
   BoundLinear v_;
   RowForm form_;
+  PreparedRows prepared_;
   Array cosine_;
   Array sine_;
   PagedRows paged_;
@@ -133,6 +134,7 @@ class RowLinear : public Op {
   Leaves leaves_;
   BoundLinear linear_;
   RowForm form_;
+  PreparedRows prepared_;
   Array out_;
 };
 
@@ -182,6 +184,7 @@ class GateUp : public Op {
   BoundLinear gate_;
   BoundLinear up_;
   RowForm form_;
+  PreparedRows prepared_;
   size_t up_floats_;  // of a thread's rows of up, before they meet gate's
 };
 
@@ -207,6 +210,7 @@ class Head : public Op {
   Leaves leaves_;
   BoundLinear linear_;
   RowForm form_;
+  PreparedRows prepared_;
 };
 
 }  // namespace anyshard

@@ -83,6 +83,25 @@ class RowForm {
   size_t stride_;
 };
 
+// How the rows of a step become those that its linears read: once for all threads, in the common
+// scratch; or, a single row, by each thread in its own, which is done sooner than a thread is
+// waited for. Knows where they lie.
+class PreparedRows {
+ public:
+  explicit PreparedRows(const RowForm& form) : own_floats_(form.scratch_floats(1)) {}
+
+  // Of a thread's own scratch, from its start: what else is there comes after.
+  size_t own_floats() const { return own_floats_; }
+  static bool by_each(int rows) { return rows == 1; }
+  // A thread as whoever prepares or reads the rows sees it: they stand in its common scratch.
+  Thread seen_by(const Thread& thread, int rows) const {
+    return {thread.kernels, by_each(rows) ? thread.own : thread.common, thread.own + own_floats_};
+  }
+
+ private:
+  size_t own_floats_;
+};
+
 // Marks a row's first fault; threads may race with the same code only.
 void mark_fault(int32_t* row_fault, int row, int32_t code);
 
@@ -97,7 +116,9 @@ class BoundNorm {
   size_t own_floats(const RowForm& form) const {
     return form.quantized() ? whole_lines(static_cast<size_t>(norm_.width)) : 0;
   }
-  Phase phase(const Pool& pool, int num_rows) const { return {num_rows, pool.chunk(num_rows, 1)}; }
+  Phase phase(const Pool& pool, int num_rows) const {
+    return {num_rows, pool.chunk(num_rows, 1), PreparedRows::by_each(num_rows)};
+  }
   // Fills rows [start, stop) of the thread's common scratch, in that form. Row r is x[gather[r]],
   // or x[r] if gather is null.
   void run(const Thread& thread, const RowForm& form, int start, int stop,

@@ -211,6 +211,7 @@ void Pool::publish(std::initializer_list<Phase> phases, Call call, const void* c
     counters->done.store(0);
     counters->size.store(phase.size);
     counters->chunk.store(phase.chunk);
+    counters->by_each.store(phase.by_each);
     counters->ticket.store(number);
     ++counters;
   }
@@ -246,12 +247,21 @@ void Pool::take_part(uint32_t number, int index) {
   const Call call = call_.load();
   const void* context = context_.load();
   const int num_phases = num_phases_.load();
+  bool is_ready = true;  // what each thread does by itself is done
   for (int phase = 0; phase < num_phases; ++phase) {
     Counters& counters = phases_[phase];
     const int size = counters.size.load();
+    if (counters.by_each.load()) {
+      is_ready = false;
+      continue;
+    }
     int start = 0;
     int stop = 0;
     while (take(counters, number, size, &start, &stop)) {
+      if (!is_ready) {
+        is_ready = true;
+        call(context, thread(index), phase - 1, 0, phases_[phase - 1].size.load());
+      }
       call(context, thread(index), phase, start, stop);
       const int count = stop - start;
       if (counters.done.fetch_add(count, std::memory_order_acq_rel) + count == size) {

@@ -60,9 +60,13 @@ inline size_t whole_lines(size_t floats) {
 
 // A part of a task: items [0, size), handed out in chunks to whichever thread comes first; the next
 // phase starts when all are done. No result may depend on who takes what.
+//
+// Or, where `by_each`, a part that every thread does by itself, all of it, before its first chunk
+// of the phase that follows: nobody waits for it. It may write to a thread's own scratch only.
 struct Phase {
   int size;
   int chunk;
+  bool by_each = false;
 };
 
 constexpr int kMaxPhases = 4;
@@ -112,6 +116,7 @@ class Pool {
     std::atomic<int> done{0};
     std::atomic<int> size{0};
     std::atomic<int> chunk{0};
+    std::atomic<bool> by_each{false};
   };
 
   struct Free {
