@@ -11,11 +11,11 @@ SOURCES := $(wildcard src/anyshard/_native/*.*)
 BUILT_FROM := pyproject.toml constraints.txt src/anyshard/ops/coefficients.py \
 	$(wildcard CMakeLists.txt cmake/*) $(SOURCES)
 
-CPP := $(filter %.cpp %.hpp %.h,$(SOURCES) $(wildcard tests/standalone/*))
+CPP := $(filter %.cpp %.hpp %.h,$(SOURCES) $(wildcard tests/standalone/* benchmarks/exactness_tax/*))
 
 NATIVE := $(BIN)/python scripts/native.py
 
-.PHONY: help demo setup check test test-all golden golden-aarch64 mutants sanitize pure readme bench peers peers-build format clean distclean
+.PHONY: help demo setup check test test-all golden golden-aarch64 mutants sanitize pure readme bench peers peers-build exactness-tax format clean distclean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -64,6 +64,9 @@ peers: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.tools ## speed, interlea
 
 peers-build: $(VENV)/.installed $(VENV)/.model $(BENCH_VENV)/.tools ## start the build of llama.cpp in the background
 	@$(BIN)/python benchmarks/llama.py --environment $(BENCH_VENV) --background
+
+exactness-tax: setup ## what it costs that sums have one order: every op beside a twin that adds as it likes
+	@$(BIN)/python benchmarks/exactness_tax.py $(TAX_FLAGS)
 
 format: setup ## rewrite the sources in the checked format
 	$(BIN)/ruff check --fix .

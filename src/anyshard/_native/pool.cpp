@@ -279,11 +279,6 @@ void Pool::take_part(uint32_t number, int index) {
 
 namespace {
 
-struct NamedBody {
-  const char* name;
-  const Kernels* kernels;
-};
-
 // Those that run here, best first; looked at once, since a token asks.
 const std::vector<NamedBody>& bodies() {
   static const std::vector<NamedBody> found = [] {
@@ -297,6 +292,9 @@ const std::vector<NamedBody>& bodies() {
     }
 #endif
     here.push_back({"scalar", &kScalarKernels});
+#if defined(ANYSHARD_FREE_ORDER)
+    add_free_order_bodies(here);
+#endif
     return here;
   }();
   return found;

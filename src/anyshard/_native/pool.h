@@ -151,8 +151,16 @@ class Pool {
   std::unique_ptr<std::vector<std::thread>> threads_;
 };
 
+struct NamedBody {
+  const char* name;
+  const Kernels* kernels;
+};
+
 std::vector<std::string> available_bodies();
 // The body of that name, or the best one here if the name is empty.
 const Kernels& kernels_of(const std::string& body);
+#if defined(ANYSHARD_FREE_ORDER)  // a build that benchmarks/exactness_tax.py makes for itself
+void add_free_order_bodies(std::vector<NamedBody>& bodies);
+#endif
 
 }  // namespace anyshard
