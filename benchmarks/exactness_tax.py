@@ -296,7 +296,7 @@ def broken_claims(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def cell(row: Mapping[str, Any]) -> str:
     """`1.2% (0.3%–2.0%)`, and the share of the step."""
-    share = "" if row["share"] is None else f" of {row['share']:.1%}"
+    share = "" if row["share"] is None else f", share {row['share']:.1%}"
     return hf.shown(row["tax"], ".1%") + share
 
 
