@@ -93,6 +93,9 @@ struct Int8Tile {
     const float* scale[Rows] = {row[R].scales...};
     const float* offsets[Rows] = {row[R].offsets...};
     const uint8_t* w[Pairs] = {(work.span.weights + P * work.span.stride)...};
+    constexpr typename T::AllIndices all{};
+    Vec top[T::kSize];
+    T::clear(top, all);
     for (int leaf = 0; leaf < num_leaves; ++leaf) {
       IntVec acc[T::kSize];
       start(acc, offsets, leaf, rows, vectors);
@@ -100,10 +103,32 @@ struct Int8Tile {
       const Vec scales[kVectors] = {load_float16(w[V / 2] + kQ8Values + V % 2 * 2 * kLanes)...};
       Vec sum[T::kSize];
       (scale_row<R>(sum, acc, scales, broadcast(scale[R][leaf]), vectors), ...);
-      stack = T::close_leaf(sum, program.merges[leaf], stack);
+      int merges = program.merges[leaf];
+      if (merges > 0) {
+        add_held(sum, top, all);
+        for (; merges > 1; --merges) {
+          stack -= T::kSize * kLanes;
+          T::add_left(sum, stack, all);
+        }
+      } else if (leaf > 0) {
+        T::push(top, stack, all);
+        stack += T::kSize * kLanes;
+      }
+      hold(top, sum, all);
       T::advance(x, static_cast<ptrdiff_t>(kRowLeafBytes), rows);
       Tile<Rows, Pairs>::advance(w, kQ8Bytes, pairs);
     }
+    T::push(top, stack, all);
+  }
+  template <int... I>
+  static ANYSHARD_INLINE void add_held(Vec (&sum)[T::kSize], const Vec (&top)[T::kSize],
+                                       Sequence<I...>) {
+    ((sum[I] = add(top[I], sum[I])), ...);
+  }
+  template <int... I>
+  static ANYSHARD_INLINE void hold(Vec (&top)[T::kSize], const Vec (&sum)[T::kSize],
+                                   Sequence<I...>) {
+    ((top[I] = sum[I]), ...);
   }
 
   static __attribute__((noinline)) void leaves(const TileWork& work) {
