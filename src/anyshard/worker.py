@@ -251,14 +251,14 @@ class Worker:
         if self.program.stage == self.plan.layout.pp - 1:
             logits = self._sample(frame.rows["flags"].tolist())
         faults = self.row_fault[:rows]
+        if self.is_sampler:  # first: the front goes on, and looks at the rest when all have ended
+            self.control.post_result(frame.sequence, self.drawn[:rows], faults, logits)
         if codes := [code for code in faults.tolist() if code]:
             status.fault(sequence=frame.sequence, code=min(codes))
         status.report(self.comm.counters)
         if self.plan.record:
             self.digests[:rows, -1] = faults
             self.control.post_digests(frame.sequence, self.digests[:rows])
-        if self.is_sampler:
-            self.control.post_result(frame.sequence, self.drawn[:rows], faults, logits)
 
     def _take(self, frame: Frame) -> None:
         """Row table, page table and sampling parameters of a frame, into the bound arrays."""
