@@ -11,9 +11,9 @@ constexpr bool kHoldsTotals = true;
 constexpr bool kHoldsTotals = false;
 #endif
 
-template <int Rows, int Pairs>
-struct FreeInt8Tile : Int8Tile<Rows, Pairs> {
-  using Base = Int8Tile<Rows, Pairs>;
+template <int Rows>
+struct FreeInt8Tile : Int8Tile<Rows> {
+  using Base = Int8Tile<Rows>;
   using T = typename Base::T;
   static constexpr int kVectors = Base::kVectors;
 
@@ -35,49 +35,42 @@ struct FreeInt8Tile : Int8Tile<Rows, Pairs> {
      ...);
   }
 
-  template <int... R, int... P, int... V>
-  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows, Sequence<P...> pairs,
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
                                   Sequence<V...> vectors) {
     constexpr typename T::AllIndices all{};
     const int num_leaves = work.program.num_leaves;
-    const ptrdiff_t ahead = work.ahead.bytes;
     const QuantizedRow row[Rows] = {quantized_row(work.x + R * work.x_stride, num_leaves)...};
     const uint8_t* x[Rows] = {row[R].values...};
     const float* scale[Rows] = {row[R].scales...};
     const float* offsets[Rows] = {row[R].offsets...};
-    const uint8_t* w[Pairs] = {(work.span.weights + P * work.span.stride)...};
+    const uint8_t* w = work.span.weights;
     Vec total[T::kSize];
     T::clear(total, all);
     if (!kHoldsTotals) T::push(total, work.stack, all);
     for (int leaf = 0; leaf < num_leaves; ++leaf) {
       IntVec acc[T::kSize];
       Base::start(acc, offsets, leaf, rows, vectors);
-      Base::all_groups(acc, w, x, ahead, typename Base::GroupIndices{});
-      const Vec scales[kVectors] = {load_float16(w[V / 2] + kQ8Values + V % 2 * 2 * kLanes)...};
+      Base::all_groups(acc, w, x, row[0].plane, typename Base::GroupIndices{});
+      const Vec scales[kVectors] = {load_float16(w + kQ8Values + V * 2 * kLanes)...};
       if (kHoldsTotals) {
         (add_row<R>(total, acc, scales, broadcast(scale[R][leaf]), vectors), ...);
       } else {
         (add_row_at<R>(work.stack, acc, scales, broadcast(scale[R][leaf]), vectors), ...);
       }
-      T::advance(x, static_cast<ptrdiff_t>(kRowLeafBytes), rows);
-      Tile<Rows, Pairs>::advance(w, kQ8Bytes, pairs);
+      T::advance(x, kQ8Inputs, rows);
+      w += kQ8Bytes;
     }
     if (kHoldsTotals) T::push(total, work.stack, all);
   }
 
   static __attribute__((noinline)) void whole(const TileWork& work) {
-    run(work, typename Base::RowIndices{}, typename Base::PairIndices{},
-        typename Base::VectorIndices{});
+    run(work, typename Base::RowIndices{}, typename Base::VectorIndices{});
   }
 };
 
-constexpr TileFunction kFreeInt8Tiles[4][kMostPairs] = {
-    {FreeInt8Tile<1, 1>::whole, FreeInt8Tile<1, 2>::whole, FreeInt8Tile<1, 3>::whole,
-     FreeInt8Tile<1, 4>::whole},
-    {FreeInt8Tile<2, 1>::whole, FreeInt8Tile<2, 2>::whole, nullptr, nullptr},
-    {FreeInt8Tile<3, 1>::whole, nullptr, nullptr, nullptr},
-    {FreeInt8Tile<4, 1>::whole, nullptr, nullptr, nullptr},
-};
+constexpr TileFunction kFreeInt8Tiles[4] = {FreeInt8Tile<1>::whole, FreeInt8Tile<2>::whole,
+                                            FreeInt8Tile<3>::whole, FreeInt8Tile<4>::whole};
 
 // As linear_int8, which it is where several nodes are left.
 inline void free_linear_int8(const Linear& args, const float* x, size_t x_stride, int num_rows,
@@ -87,29 +80,24 @@ inline void free_linear_int8(const Linear& args, const float* x, size_t x_stride
     return;
   }
   alignas(32) float sums[kMaxTile * kLanes];
-  const int group = panel_group(Storage::kInt8, num_rows) / 2;
   const ptrdiff_t stride = static_cast<ptrdiff_t>(args.panel_stride);
   const int pair_stop = (panel_stop + 1) / 2;
   for (int first_row = 0; first_row < num_rows; first_row += kRowBlock) {
     const int rows = num_rows - first_row < kRowBlock ? num_rows - first_row : kRowBlock;
     const int num_tiles = (rows + 3) / 4;
-    for (int pair = panel_start / 2; pair < pair_stop;) {
-      const int rest = pair_stop - pair;
-      const int count = rest < group ? rest : group;
-      const uint8_t* weights = args.panels + pair * stride;
-      const PanelSpan span{weights, stride, 0, Storage::kInt8, 2 * pair, 2 * count, 0};
+    for (int pair = panel_start / 2; pair < pair_stop; ++pair) {
+      const PanelSpan span{args.panels + pair * stride, stride, Storage::kInt8, 2 * pair, 2, 0};
       for (int tile = 0; tile < num_tiles; ++tile) {
         const int row = first_row + rows_before(tile, num_tiles, rows);
         const int tile_rows = first_row + rows_before(tile + 1, num_tiles, rows) - row;
-        kFreeInt8Tiles[tile_rows - 1][count - 1]({args.program,
-                                                  x + static_cast<size_t>(row) * x_stride,
-                                                  static_cast<ptrdiff_t>(x_stride),
-                                                  span,
-                                                  {kBlocksAhead * kQ8Bytes, 0},
-                                                  sums});
-        emit(args, target, sums, row, tile_rows, 2 * pair, 2 * count, panel_start, panel_stop);
+        kFreeInt8Tiles[tile_rows - 1]({args.program,
+                                       x + static_cast<size_t>(row) * x_stride,
+                                       static_cast<ptrdiff_t>(x_stride),
+                                       span,
+                                       {0, 0},
+                                       sums});
+        emit(args, target, sums, row, tile_rows, 2 * pair, 2, panel_start, panel_stop);
       }
-      pair += count;
     }
   }
 }

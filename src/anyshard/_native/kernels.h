@@ -56,11 +56,11 @@ constexpr int kQ8Outputs = 16;  // outputs of a block: two panels
 constexpr int kQ8Values = kQ8Inputs * kQ8Outputs;
 constexpr int kQ8Bytes = kQ8Values + 2 * kQ8Outputs;
 
-// A row that int8 linears read: of each leaf |q| [32] and q [32], then all scales (float), then all
-// offsets (int32), -128 times the leaf's sum of q.
-constexpr size_t kRowLeafBytes = 2 * kQ8Inputs;
+// A row that int8 linears read: q of every leaf [32], then all scales (float), all offsets (int32,
+// -128 times the leaf's sum of q), and |q| of every leaf [32]. VNNI reads no |q|: four rows and the
+// weights that go by stay in L1.
 inline size_t quantized_row_floats(int num_leaves) {
-  const size_t bytes = static_cast<size_t>(num_leaves) * (kRowLeafBytes + 2 * sizeof(float));
+  const size_t bytes = static_cast<size_t>(num_leaves) * (2 * kQ8Inputs + 2 * sizeof(float));
   return (bytes + 4 * kLineFloats - 1) / (4 * kLineFloats) * kLineFloats;
 }
 
@@ -179,7 +179,7 @@ constexpr int kNarrowPanels = 8;  // of a tile of one row and 16-bit weights
 constexpr int kManyRowsQ8 = 24;
 constexpr int kManyRows = 64;
 inline int panel_group(Storage storage, int num_rows) {
-  if (storage == Storage::kInt8) return num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2;
+  if (storage == Storage::kInt8) return 2;
   const bool narrow = storage == Storage::kBfloat16 || storage == Storage::kFloat16;
   if (num_rows == 1 && narrow) return kNarrowPanels;
   return num_rows <= kFewRows ? kMostPanels : 3;

@@ -174,20 +174,27 @@ inline bool widens_first(Storage storage, int num_rows) {
   return !kWidensInTiles || num_rows >= (storage == Storage::kQ8 ? kManyRowsQ8 : kManyRows);
 }
 
-// Panels up to this long are short streams: the hardware has hardly learnt one when it ends.
+// Panels up to this long are short streams: the hardware has hardly learnt several when they end.
+// Of one or two rows of float32 they are read as one stream, panel after panel (K = 576: 25 -> 32
+// GB/s on one thread); of longer ones four streams are as fast, and at two rows faster.
 constexpr size_t kShortStream = 24576;
+inline int group_of(const Linear& linear, Storage storage, int num_rows) {
+  const bool is_short = panel_bytes(storage, linear.num_inputs) <= kShortStream;
+  if (storage == Storage::kFloat32 && num_rows <= kFewRows && is_short) return 1;
+  return panel_group(storage, num_rows);
+}
 
 // Which part of the next group's weights a tile asks for. Several tiles: the first ones, one line
 // each, so that memory works while the rest compute from L2 (8 rows: 46 -> 88 GFLOP/s). A single
-// tile is bound by memory: asking helps float32 where streams are short (1 row, K = 576: +8..14 %)
-// or rows share the wait (4 rows: +2..26 %), and costs 5 % elsewhere; it helps what is narrower
-// (K = 4864: Q8_0 +20 % at 1 row, 16-bit +20 % at 2).
+// tile is bound by memory: asking helps float32 where rows share the wait (4 rows: +2..26 %), and
+// costs 5 % and more elsewhere; it helps what is narrower (K = 4864: Q8_0 +20 % at 1 row, 16-bit
+// +20 % at 2).
 inline Ahead ahead_of(int tile, int num_tiles, int tile_rows, const PanelSpan& span) {
   if (span.next == 0) return {0, 0};
   const bool narrow = span.storage != Storage::kFloat32;
   const int lines = narrow ? 1 : 2;  // in four k
   if (num_tiles > 1) return {span.next + tile * kLineBytes, tile < lines ? 1 : 0};
-  return {span.next, narrow || tile_rows > kFewRows || span.length <= kShortStream ? lines : 0};
+  return {span.next, narrow || tile_rows > kFewRows ? lines : 0};
 }
 
 // A block of rows against one group of panels, four rows at a time.
@@ -211,13 +218,7 @@ inline void linear_block(const Linear& linear, const float* x, size_t x_stride, 
 inline PanelSpan stored_span(const Linear& linear, int first, int count, int stop) {
   const uint8_t* weights = panel_at(linear, first);
   const ptrdiff_t next = first + count < stop ? panel_at(linear, first + count) - weights : 0;
-  return {weights,
-          static_cast<ptrdiff_t>(linear.panel_stride),
-          panel_bytes(linear.storage, linear.num_inputs),
-          linear.storage,
-          first,
-          count,
-          next};
+  return {weights, static_cast<ptrdiff_t>(linear.panel_stride), linear.storage, first, count, next};
 }
 
 // The same, widened into `scratch`.
@@ -229,7 +230,6 @@ inline PanelSpan widened_span(const Linear& linear, int first, int count, float*
   const size_t bytes = floats * sizeof(float);
   return {reinterpret_cast<const uint8_t*>(scratch),
           static_cast<ptrdiff_t>(bytes),
-          bytes,
           Storage::kFloat32,
           first,
           count,
@@ -239,7 +239,7 @@ inline PanelSpan widened_span(const Linear& linear, int first, int count, float*
 inline void linear(const Linear& args, const float* x, size_t x_stride, int num_rows,
                    int panel_start, int panel_stop, const Target& target, float* scratch) {
   const bool widen = widens_first(args.storage, num_rows);
-  const int group = panel_group(widen ? Storage::kFloat32 : args.storage, num_rows);
+  const int group = group_of(args, widen ? Storage::kFloat32 : args.storage, num_rows);
   for (int row = 0; row < num_rows; row += kRowBlock) {
     const int rows = num_rows - row < kRowBlock ? num_rows - row : kRowBlock;
     for (int panel = panel_start; panel < panel_stop;) {

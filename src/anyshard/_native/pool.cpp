@@ -268,6 +268,7 @@ void Pool::take_part(uint32_t number, int index) {
         passed_.advance();
       }
     }
+    is_ready = true;  // the phases after this one do not read it
     while (true) {
       const uint32_t passed = passed_.read();
       if (counters.done.load(std::memory_order_acquire) >= size) break;

@@ -69,7 +69,6 @@ struct Tile {
 struct PanelSpan {
   const uint8_t* weights;
   ptrdiff_t stride;  // bytes between panels (pairs of them, kQ8)
-  size_t length;     // bytes of a panel (a pair of them, kQ8)
   Storage storage;
   int first;
   int count;
