@@ -266,7 +266,7 @@ class _Bench:
             "the speed of memory was not measured: no native kernels, or no room"
             if probe is None
             else f"of memory: the GB/s at which {probe.bytes >> 20} MiB were read every "
-            f"{SLICE_S:g} s, {STREAMS} streams a thread"
+            f"{SLICE_S:g} s, the faster of {' and '.join(map(str, STREAMS))} streams a thread"
         )
         return f"{figures}; {memory}\n{machine_text(machine)}"
 
