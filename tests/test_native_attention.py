@@ -93,6 +93,32 @@ def test_attention_equals_the_reference(body: str, head_dim: int, kv_head_of: I3
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_rows_that_are_alone_sweep_all_heads(body: str, tiny: bool) -> None:
+    """Rows of different sequences, as in decoding; 1 to 9 blocks, so that stripes are empty.
+
+    Products of tiny values are -0 or subnormal: an empty stripe makes +0 of -0.
+    """
+    heads = np.repeat(np.arange(6, dtype=np.int32), [2, 1, 3, 3, 1, 2])  # more than one sweep's
+    positions = ints(0, 31, 40, 64, 100, 129, 161, 200, 230, 255, 288)
+    slots = np.arange(len(positions), dtype=np.int32)
+    case = Case(24, heads, positions, slots, num_slots=len(positions))
+    if tiny:
+        rng = np.random.default_rng(1)
+        few = rng.integers(1, 3, case.v_cache.shape).astype(np.uint32)  # units of 2 ** -149
+        sign = rng.integers(0, 2, case.v_cache.shape).astype(np.uint32) << 31
+        case.v_cache = (few | sign).view(np.float32)
+    expected, _ = case.expected()
+    if tiny:
+        zeros = expected.view(np.uint32)[expected == 0]
+        assert {0, 1 << 31} == set(zeros.tolist()), "no zero whose sign could be lost"
+    for threads in (1, 2, 3, 7):
+        for rows in (1, 2, len(positions)):
+            got, _ = case.run(native, pool(body, threads), rows)
+            assert differing(got[:rows], expected[:rows]) == 0, (threads, rows)
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_a_row_alone_equals_the_row_in_a_chunk(body: str) -> None:
     """Rows of one block share tiles; alone they are split by stripe over the threads."""
     chunk = np.arange(225, 294, dtype=np.int32)

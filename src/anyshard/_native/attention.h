@@ -202,35 +202,54 @@ inline ptrdiff_t floats_to_next_page(const AttentionUnit& unit, int block) {
   return pages * static_cast<ptrdiff_t>(unit.page_stride);
 }
 
-inline void attention_stripe(const AttentionUnit& unit, int stripe, float* states) {
-  const int head_dim = unit.head_dim;
-  const size_t stride = static_cast<size_t>(head_dim) + kStateHeader;
-  for (int r = 0; r < unit.num_pairs; ++r) {
-    float* state = states + static_cast<size_t>(r) * stride;
-    for (size_t i = 0; i < stride; i += 8) store(state + i, zero());
-    write_header(state, {kEmptyMax, 0.0f, 0});
-  }
-  const int first = ((stripe & 1) << 2) | (stripe & 2) | (stripe >> 2);
-  for (int block = first; block <= unit.last_block; block += kStripes) {
-    const size_t page = static_cast<size_t>(unit.pages[block]) * unit.page_stride;
-    const float* keys = unit.k_head + page;
-    const float* values = unit.v_head + page;
-    const bool is_last = block == unit.last_block;
-    const ptrdiff_t next = floats_to_next_page(unit, block);
-    for (int r = 0; r < unit.num_pairs; r += 3) {
-      const int pairs = unit.num_pairs - r < 3 ? unit.num_pairs - r : 3;
-      // only the first tile asks: one row +20..40 % beyond the caches, a chunk of rows no loss
-      kVisits[r == 0 && next != 0][pairs - 1](unit.pairs + r, is_last, keys, values, next, head_dim,
-                                              states + static_cast<size_t>(r) * stride, stride);
-    }
+inline void visit_block(const AttentionUnit& unit, int block, ptrdiff_t next, float* states) {
+  const size_t stride = static_cast<size_t>(unit.head_dim) + kStateHeader;
+  const size_t page = static_cast<size_t>(unit.pages[block]) * unit.page_stride;
+  for (int r = 0; r < unit.num_pairs; r += 3) {
+    const int pairs = unit.num_pairs - r < 3 ? unit.num_pairs - r : 3;
+    // only the first tile asks: one row +20..40 % beyond the caches, a chunk of rows no loss
+    kVisits[r == 0 && next != 0][pairs - 1](
+        unit.pairs + r, block == unit.last_block, unit.k_head + page, unit.v_head + page, next,
+        unit.head_dim, states + static_cast<size_t>(r) * stride, stride);
   }
 }
 
+// States before their first block; where there is none, what they hold is not looked at.
+inline void open_states(const AttentionUnit& unit, bool is_empty, float* states) {
+  const size_t stride = static_cast<size_t>(unit.head_dim) + kStateHeader;
+  for (int r = 0; r < unit.num_pairs; ++r) {
+    float* state = states + static_cast<size_t>(r) * stride;
+    for (size_t i = 0; !is_empty && i < stride; i += 8) store(state + i, zero());
+    write_header(state, {kEmptyMax, 0.0f, 0});
+  }
+}
+
+inline void attention_page(const AttentionUnit& unit, int block, float* states) {
+  if (block < kStripes) open_states(unit, false, states);
+  visit_block(unit, block, 0, states);
+}
+
+inline void attention_stripe(const AttentionUnit& unit, int stripe, float* states) {
+  const int first = stripe_of(stripe);
+  open_states(unit, first > unit.last_block, states);
+  for (int block = first; block <= unit.last_block; block += kStripes) {
+    visit_block(unit, block, floats_to_next_page(unit, block), states);
+  }
+}
+
+// Where the right one is empty the rule comes to left + 0, which a second time changes nothing. The
+// left one is not empty then, or both are: stripe_of deals blocks to left ones first.
 inline void attention_merge(int head_dim, int num_pairs, float* left, const float* right,
                             size_t stride) {
   for (int r = 0; r < num_pairs; ++r, left += stride, right += stride) {
     StateHeader a = read_header(left);
     const StateHeader b = read_header(right);
+    if (b.high == kEmptyMax) {
+      for (int d = kStateHeader; a.high != kEmptyMax && d < head_dim + kStateHeader; d += 8) {
+        store(left + d, add(load(left + d), zero()));
+      }
+      continue;
+    }
     const int32_t high = a.high > b.high ? a.high : b.high;
     const float fa = power_of_two(a.high - high);
     const float fb = power_of_two(b.high - high);

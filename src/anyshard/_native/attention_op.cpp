@@ -11,6 +11,8 @@ constexpr int kWholeBlocks = 3;
 // After stripe i, that many merges of the two newest states: the tree over eight stripes.
 constexpr int kStripeMerges[kStripes] = {0, 1, 0, 2, 0, 1, 0, 3};
 constexpr int kOpenStates = 4;
+// KV heads that one row goes through side by side, block by block: their pages lie together.
+constexpr size_t kSweepUnits = 4;
 
 }  // namespace
 
@@ -45,7 +47,10 @@ Attention::Attention(Pool& pool, const Arguments& a)
   units_.resize(static_cast<size_t>(q_.size(0)) * head_groups_.size());
   const size_t states = kMaxPairs * state_floats_;
   if (pool.threads() > 1) stripe_units_ = static_cast<size_t>(3 * pool.threads());
-  pool.reserve(stripe_units_ * kStripes * states, kOpenStates * states);
+  int most_heads = 0;
+  for (const Unit& group : head_groups_) most_heads = std::max(most_heads, group.num_heads());
+  const size_t sweep = kSweepUnits * kStripes * static_cast<size_t>(most_heads) * state_floats_;
+  pool.reserve(stripe_units_ * kStripes * states, std::max(kOpenStates * states, sweep));
 }
 
 void Attention::list_units(int rows) {
@@ -103,17 +108,28 @@ void Attention::run(int rows) {
   int num_pairs = 0;
   for (size_t i = 0; i < num_units_; ++i) num_pairs += units_[i].num_pairs();
   const int num_units = static_cast<int>(num_units_);
+  const bool alone = are_alone(rows);
   if (splits_stripes()) {
     const auto work = [&](const Thread& thread, int phase, int start, int stop) {
       for (int i = start; i < stop; ++i) {
         if (phase == 0) {
-          run_stripe(thread, i);
+          run_stripe(thread, i, alone ? rows : num_units);
         } else {
           finish_pair(thread, i);
         }
       }
     };
-    pool_.run({{num_units * kStripes, 1}, {num_pairs, pool_.chunk(num_pairs, 1)}}, work);
+    const int num_items = (alone ? rows : num_units) * kStripes;
+    pool_.run({{num_items, 1}, {num_pairs, pool_.chunk(num_pairs, 1)}}, work);
+  } else if (alone) {
+    const bool whole = rows >= pool_.threads();  // rows, or else their groups of heads, are dealt
+    const auto work = [&](const Thread& thread, int, int start, int stop) {
+      for (int i = start; i < stop; ++i) {
+        const size_t first = static_cast<size_t>(i);
+        run_sweep(thread, first, static_cast<size_t>(rows), whole ? head_groups_.size() : 1);
+      }
+    };
+    pool_.run({{whole ? rows : num_units, 1}}, work);
   } else {
     // the longest histories (last rows) first
     const auto work = [&](const Thread& thread, int, int start, int stop) {
@@ -145,12 +161,76 @@ void Attention::run_unit(const Thread& thread, const Unit& unit) const {
   }
 }
 
-// Few units: an item is a stripe of a unit, so that all threads have something to do.
-void Attention::run_stripe(const Thread& thread, int item) const {
-  const AttentionUnit description = describe(units_[static_cast<size_t>(item / kStripes)]);
+bool Attention::are_alone(int rows) const {
+  return pool_.kernels().attention_page != nullptr &&
+         num_units_ == static_cast<size_t>(rows) * head_groups_.size();
+}
+
+// Units `first`, `first` + `step` and so on, of one row: block by block, so that what is read is a
+// long stream.
+void Attention::run_sweep(const Thread& thread, size_t first, size_t step, size_t count) const {
+  const Kernels& kernels = thread.kernels;
+  for (size_t done = 0; done < count; done += kSweepUnits) {
+    const size_t num_units = std::min(kSweepUnits, count - done);
+    AttentionUnit units[kSweepUnits];
+    float* states[kSweepUnits];
+    size_t sets[kSweepUnits];  // floats of a stripe's states
+    float* free = thread.own;
+    for (size_t i = 0; i < num_units; ++i) {
+      units[i] = describe(units_[first + (done + i) * step]);
+      sets[i] = static_cast<size_t>(units[i].num_pairs) * state_floats_;
+      states[i] = free;
+      free += kStripes * sets[i];
+    }
+    for (int block = 0; block <= units[0].last_block; ++block) {
+      const size_t stripe = static_cast<size_t>(stripe_of(block % kStripes));
+      for (size_t i = 0; i < num_units; ++i) {
+        kernels.attention_page(units[i], block, states[i] + stripe * sets[i]);
+      }
+    }
+    for (size_t i = 0; i < num_units; ++i) {
+      for (int block = units[i].last_block + 1; block < kStripes; ++block) {
+        const int stripe = stripe_of(block);  // which has no block
+        kernels.attention_stripe(units[i], stripe,
+                                 states[i] + static_cast<size_t>(stripe) * sets[i]);
+      }
+      for (size_t apart = 1; apart < kStripes; apart *= 2) {
+        for (size_t s = 0; s < kStripes; s += 2 * apart) {
+          kernels.attention_merge(head_dim_, units[i].num_pairs, states[i] + s * sets[i],
+                                  states[i] + (s + apart) * sets[i], state_floats_);
+        }
+      }
+      const Unit& unit = units_[first + (done + i) * step];
+      for (int pair = 0; pair < units[i].num_pairs; ++pair) {
+        finish(unit, pair, states[i] + static_cast<size_t>(pair) * state_floats_);
+      }
+    }
+  }
+}
+
+// Few units: an item is a stripe of a unit, or of all units of a row that is alone, so that all
+// threads have something to do. `step`: the units of a row are so far apart.
+void Attention::run_stripe(const Thread& thread, int item, int step) const {
+  const Kernels& kernels = thread.kernels;
   const size_t set = kMaxPairs * state_floats_;
-  thread.kernels.attention_stripe(description, item % kStripes,
-                                  thread.common + static_cast<size_t>(item) * set);
+  const int stripe = item % kStripes;
+  const size_t first = static_cast<size_t>(item / kStripes);
+  const auto states = [&](size_t unit) {
+    return thread.common + (unit * kStripes + static_cast<size_t>(stripe)) * set;
+  };
+  const AttentionUnit description = describe(units_[first]);
+  if (first + static_cast<size_t>(step) >= num_units_ ||
+      stripe_of(stripe) > description.last_block) {
+    for (size_t unit = first; unit < num_units_; unit += static_cast<size_t>(step)) {
+      kernels.attention_stripe(describe(units_[unit]), stripe, states(unit));
+    }
+    return;
+  }
+  for (int block = stripe_of(stripe); block <= description.last_block; block += kStripes) {
+    for (size_t unit = first; unit < num_units_; unit += static_cast<size_t>(step)) {
+      kernels.attention_page(describe(units_[unit]), block, states(unit));
+    }
+  }
 }
 
 // Merges the stripes of one pair of all units, counted through.

@@ -151,6 +151,8 @@ struct Kernels {
   void (*rope)(const Rope&, const float* x, const float* scale, float* out);
   // Fills states[pair] (stride head_dim + kStateHeader floats) for one stripe.
   void (*attention_stripe)(const AttentionUnit&, int stripe, float* states);
+  // One block of a stripe, whose blocks come in order; null: only whole stripes can be had.
+  void (*attention_page)(const AttentionUnit&, int block, float* states);
   // left = merge(left, right), num_pairs states with the given stride.
   void (*attention_merge)(int head_dim, int num_pairs, float* left, const float* right,
                           size_t stride);
@@ -178,6 +180,9 @@ constexpr int kNarrowPanels = 8;  // of a tile of one row and 16-bit weights
 // speed at 128 rows, Q8_0 0.8 -> 1.0).
 constexpr int kManyRowsQ8 = 24;
 constexpr int kManyRows = 64;
+// The stripe of a block, or of a stripe its first block: three bits back to front.
+inline int stripe_of(int block) { return ((block & 1) << 2) | (block & 2) | ((block >> 2) & 1); }
+
 inline int panel_group(Storage storage, int num_rows) {
   if (storage == Storage::kInt8) return 2;
   const bool narrow = storage == Storage::kBfloat16 || storage == Storage::kFloat16;

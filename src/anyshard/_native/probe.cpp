@@ -25,8 +25,8 @@ uint64_t exclusive_or(const uint64_t* lanes) {
   return all;
 }
 
-// The exclusive or of `streams` panels, read line by line in turn. Two sums take turns, so that none
-// waits for the line before.
+// The exclusive or of `streams` panels, read line by line in turn. Two sums take turns, so that
+// none waits for the line before.
 template <int Fixed>
 uint64_t read_group(const uint64_t* words, int streams) {
   if (Fixed > 0) streams = Fixed;  // known, so that the sums are in registers
