@@ -36,6 +36,7 @@ from anyshard.comm.control import ROW, ControlSizes
 from anyshard.engine import SPIN_US
 from anyshard.launcher import EpochSizes, Progress, Seat, Start, fork_launcher
 from anyshard.tokenizer import open_tokenizer
+from anyshard.walk import Gathering, walks
 
 PROFILES: Final = {"none": "f32", "int8": "int8"}  # by --quantization
 WHOLE: Final = {1: "1 thread", 2: "2 threads"}  # one process
@@ -177,11 +178,13 @@ def exchange_rank(seat: Seat) -> None:
     others = [nodes.sources(parity)[1 - comm.tp_rank][:HIDDEN] for parity in (0, 1)]
     row, read = np.full(HIDDEN, comm.tp_rank, np.float32), np.zeros(HIDDEN, np.float32)
     spent = np.zeros(EXCHANGES, np.int64)
+    bound = Gathering(nodes, row_floats=HIDDEN, row_wire=HIDDEN)
+    (exchange,) = walks([bound], seat.control.status.operations)  # as the engine makes it
     while (frame := seat.control.next_frame()) is not None:
         for index in range(EXCHANGES):
             start, parity = clock(), nodes.parity
             mine[parity][:] = row
-            nodes.run(HIDDEN, HIDDEN)
+            exchange(1)
             read[:] = others[parity]
             spent[index] = clock() - start
         assert (read == 1 - comm.tp_rank).all(), "the row of the peer did not come"

@@ -154,7 +154,14 @@ def submit(engine: Engine, asked: dict[str, Any]) -> None:
     sampling = Sampling(temperature=asked.get("temperature", 0.0), seed=3)
     for number in range(PROMPTS):
         prompt = tuple(range(number, number + 9))
-        engine.submit(Request(prompt=prompt, max_tokens=asked["steps"] + 9, sampling=sampling))
+        engine.submit(
+            Request(
+                prompt=prompt,
+                max_tokens=asked["steps"] + 9,
+                sampling=sampling,
+                want_logits=asked.get("logits", False),
+            )
+        )
 
 
 def watch_steps(asked: dict[str, Any], folder: Path) -> dict[str, Any]:

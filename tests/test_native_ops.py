@@ -183,6 +183,17 @@ def test_a_single_row_that_every_thread_prepares_is_right_each_time(
             assert differing(mine[key], value) == 0, (case, turn, key)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_rank_without_outputs_still_finds_a_row_that_is_not_finite(
+    threads: int, rows: int
+) -> None:
+    arguments = head(3, hidden=64, vocab=0)
+    arguments["x"][arguments["sample_rows"][0]] = np.nan
+    native.Head(pool(BODIES[0], threads), **arguments).run(rows)
+    assert np.flatnonzero(arguments["row_fault"]).tolist() == [arguments["sample_rows"][0]]
+
+
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("name", "case", "build"), CASES, ids=[f"{n} {c}" for n, c, _ in CASES])
 def test_rows_past_the_count_are_not_touched(

@@ -1,4 +1,5 @@
-"""The token loop: after its first step nothing is allocated, and memory stays as it is.
+"""The token loop: after its first step ranks allocate nothing, nor does the front but for logits
+that are asked for; and memory stays as it is.
 
 What counts is preloaded into a run of its own (tests/steady.py), and seen to count.
 """
@@ -58,6 +59,13 @@ def test_a_step_allocates_nothing(layout: dict[str, Any], counts: Path) -> None:
     found = steady({"steps": 40, **layout}, counts)
     assert found["front"] == QUIET
     assert found["ranks"] == [QUIET] * (layout.get("tp", 1) * layout.get("pp", 1))
+
+
+def test_logits_cost_the_front_one_row_a_step_and_ranks_nothing(counts: Path) -> None:
+    found = steady({"steps": 40, "tp": 2, "logits": True}, counts)
+    assert found["ranks"] == [QUIET] * 2
+    assert found["front"]["native"] == 0
+    assert 39 <= found["front"]["numpy"] <= 42  # they are the caller's to keep
 
 
 def test_what_counts_is_seen_to_count(counts: Path) -> None:

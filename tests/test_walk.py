@@ -94,6 +94,19 @@ def test_rows_that_do_not_fit_are_refused() -> None:
             walk(count)
 
 
+@needs_native
+def test_arrays_of_another_kind_are_not_copied_but_refused() -> None:
+    assert native is not None
+    run: Any = embed(np.zeros((ROWS, WIDTH), np.float32), np.zeros(ROWS, np.int32))
+    for wrong in (np.zeros(1, np.int64), np.zeros(4, np.uint64)[::2], np.zeros(1, np.uint32)):
+        with pytest.raises(TypeError):
+            native.Walk((run.__self__,), wrong)
+    with pytest.raises(TypeError):
+        native.Gather(np.zeros(64, np.int64), -1, [], 0, 0)
+    with pytest.raises(TypeError):
+        native.Walk([run.__self__], words())  # a list could lose what is in it
+
+
 def gather(seat: Seat, comm: Comm, *, late: int | None, in_walk: bool) -> None:
     """Exchanges of every parity; the late rank comes after more than a slice of a wait."""
     exchange, mine = comm.exchange("nodes"), WIDTH - 2 * comm.tp_rank
@@ -113,6 +126,8 @@ def gather(seat: Seat, comm: Comm, *, late: int | None, in_walk: bool) -> None:
             assert np.array_equal(source[:count].view(np.uint32), bits(peer, step, count))
         if step == 4:  # a walk goes on where a single call has stopped, and a call after a walk
             run = calls[0] if in_walk else walks(calls, operations)[0]
+    if exchange.native(mine, WIDTH) is not None:
+        assert operations[0] == (5 if in_walk else 1), "late ones count as well"
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -36,7 +36,7 @@ struct FreeInt8Tile : Int8Tile<Rows> {
   }
 
   template <int... R, int... V>
-  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
+  static ANYSHARD_INLINE void run(const Int8Work& work, Sequence<R...> rows,
                                   Sequence<V...> vectors) {
     constexpr typename T::AllIndices all{};
     const int num_leaves = work.program.num_leaves;
@@ -44,7 +44,7 @@ struct FreeInt8Tile : Int8Tile<Rows> {
     const uint8_t* x[Rows] = {row[R].values...};
     const float* scale[Rows] = {row[R].scales...};
     const float* offsets[Rows] = {row[R].offsets...};
-    const uint8_t* w = work.span.weights;
+    const uint8_t* w = work.weights;
     Vec total[T::kSize];
     T::clear(total, all);
     if (!kHoldsTotals) T::push(total, work.stack, all);
@@ -64,40 +64,18 @@ struct FreeInt8Tile : Int8Tile<Rows> {
     if (kHoldsTotals) T::push(total, work.stack, all);
   }
 
-  static __attribute__((noinline)) void whole(const TileWork& work) {
+  static __attribute__((noinline)) void whole(const Int8Work& work) {
     run(work, typename Base::RowIndices{}, typename Base::VectorIndices{});
   }
 };
 
-constexpr TileFunction kFreeInt8Tiles[4] = {FreeInt8Tile<1>::whole, FreeInt8Tile<2>::whole,
+constexpr Int8Function kFreeInt8Tiles[4] = {FreeInt8Tile<1>::whole, FreeInt8Tile<2>::whole,
                                             FreeInt8Tile<3>::whole, FreeInt8Tile<4>::whole};
 
 // As linear_int8, which it is where several nodes are left.
 inline void free_linear_int8(const Linear& args, const float* x, size_t x_stride, int num_rows,
                              int panel_start, int panel_stop, const Target& target) {
-  if (args.program.num_nodes != 1) {
-    linear_int8(args, x, x_stride, num_rows, panel_start, panel_stop, target);
-    return;
-  }
-  alignas(32) float sums[kMaxTile * kLanes];
-  const ptrdiff_t stride = static_cast<ptrdiff_t>(args.panel_stride);
-  const int pair_stop = (panel_stop + 1) / 2;
-  for (int first_row = 0; first_row < num_rows; first_row += kRowBlock) {
-    const int rows = num_rows - first_row < kRowBlock ? num_rows - first_row : kRowBlock;
-    const int num_tiles = (rows + 3) / 4;
-    for (int pair = panel_start / 2; pair < pair_stop; ++pair) {
-      const PanelSpan span{args.panels + pair * stride, stride, Storage::kInt8, 2 * pair, 2, 0};
-      for (int tile = 0; tile < num_tiles; ++tile) {
-        const int row = first_row + rows_before(tile, num_tiles, rows);
-        const int tile_rows = first_row + rows_before(tile + 1, num_tiles, rows) - row;
-        kFreeInt8Tiles[tile_rows - 1]({args.program,
-                                       x + static_cast<size_t>(row) * x_stride,
-                                       static_cast<ptrdiff_t>(x_stride),
-                                       span,
-                                       {0, 0},
-                                       sums});
-        emit(args, target, sums, row, tile_rows, 2 * pair, 2, panel_start, panel_stop);
-      }
-    }
-  }
+  const bool is_free = args.program.num_nodes == 1;
+  in_int8_tiles(is_free ? kFreeInt8Tiles : kInt8Tiles, args, x, x_stride, num_rows, panel_start,
+                panel_stop, target);
 }

@@ -66,9 +66,10 @@ constexpr TileFunction kTwoChains[kMostPanels] = {TwoChains<1>::whole, TwoChains
 inline void one_row(const Linear& args, const float* x, int panel_start, int panel_stop,
                     const Target& target) {
   alignas(32) float sums[kMostPanels * kLanes];
+  const int group = group_of(args, Storage::kFloat32, 1);
   for (int panel = panel_start; panel < panel_stop;) {
     const int rest = panel_stop - panel;
-    const int count = rest < kMostPanels ? rest : kMostPanels;
+    const int count = rest < group ? rest : group;
     const PanelSpan span = stored_span(args, panel, count, panel_stop);
     kTwoChains[count - 1]({args.program, x, 0, span, ahead_of(0, 1, 1, span), sums});
     emit(args, target, sums, 0, 1, panel, count, panel, panel + count);

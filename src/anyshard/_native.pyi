@@ -355,7 +355,12 @@ class Gather:
 
 @final
 class Exchange(Bound):
-    """An exchange of comm/shm.py; see NativeSignals.exchange there for what it is given."""
+    """An exchange as comm/shm.py makes it, of `row_floats` a row, `row_wire` with the padding.
+
+    step [1]: of the last one, shared with comm/shm.py. even_sizes, odd_sizes: the words in which
+    ranks say what they publish, of either parity, at `places`. sent [2]: bytes and messages, any
+    stride. No array is converted.
+    """
 
     def __init__(
         self,
@@ -365,7 +370,9 @@ class Exchange(Bound):
         odd_sizes: U32,
         places: Sequence[int],
         sent: npt.NDArray[np.int64],
-        floats: Sequence[int],
+        row_floats: int,
+        row_wire: int,
+        capacity_floats: int,
         messages: int,
         tp_rank: int,
         slice_us: int,
@@ -375,14 +382,14 @@ class Exchange(Bound):
 class Walk:
     """Calls made one after the other, each of which adds 1 to operations[0]."""
 
-    def __init__(self, calls: Sequence[Bound], operations: U64) -> None: ...
+    def __init__(self, calls: tuple[Bound, ...], operations: U64) -> None: ...
     def run(self, rows: int, first: int) -> int:
-        """Calls from number `first` on; the number of one whose wait has not been reached, which
-        is to be ended before the next, or how many there are."""
+        """Calls from number `first` on; the number of one that does not go on, which is to be
+        ended before the next, or how many there are."""
 
     @property
     def status(self) -> int:
-        """How that wait stands, as Gather.run says it."""
+        """How that wait stands, as Gather.run says it; 0 where sizes differ."""
 
 def shm_publish(words: U32, index: int, value: int) -> None:
     """Store value on a line and wake its sleepers."""

@@ -239,7 +239,7 @@ class Worker:
             step(frame)
 
     def step(self, frame: Frame) -> None:
-        """One frame through this rank's ops; the sampler answers. Makes no array: held by
+        """One frame through this rank's ops; the sampler answers. Makes no array but views: held by
         test_steady.py."""
         rows = len(frame.rows)
         self._take(frame)
@@ -247,7 +247,7 @@ class Worker:
         for run in self.body:
             run(rows)
             status.beat()
-        logits: F32 | None = None
+        logits: list[F32] = []
         if self.program.stage == self.plan.layout.pp - 1:
             logits = self._sample(frame.rows["flags"].tolist())
         faults = self.row_fault[:rows]
@@ -273,40 +273,40 @@ class Worker:
         if frame.note:
             self.sampling |= msgspec.msgpack.decode(frame.note, type=dict[int, Sampling])
 
-    def _sample(self, flags: list[int]) -> F32 | None:
+    def _sample(self, flags: list[int]) -> list[F32]:
         """Run the head over the rows that want it and draw their tokens (on the sampler).
 
-        Returns the logit rows wanted, in row order, or None.
+        Returns the logit rows that are wanted, in row order: views.
         """
         sampled = [row for row, flag in enumerate(flags) if flag & ROW_SAMPLE]
         if not sampled:
-            return None
+            return []
         count = len(sampled)
         for index, row in enumerate(sampled):
             self.sample_rows[index] = row
         for run in self.head:
             run(count)
         slots = [int(self.row_slot[row]) for row in sampled]
-        drawn = [self.sampling.get(slot, Sampling()) for slot in slots]
+        samplings = [self.sampling.get(slot, Sampling()) for slot in slots]
         wanted = [index for index, row in enumerate(sampled) if flags[row] & ROW_LOGITS]
         whole = bool(wanted) or any(flags[row] & ROW_WHOLE for row in sampled)
         if self.comm.tp > 1 and not whole:
-            assert all(sampling.greedy for sampling in drawn)
+            assert all(sampling.greedy for sampling in samplings)
             self._exchange_pairs(sampled)
-            return None
+            return []
         if self.comm.tp > 1:
             self._gather_logits(count)
         if not self.is_sampler:
-            return None
+            return []
         for index, row in enumerate(sampled):
             token = sample(
                 self.kernels.module,
                 self.logits_RV[index],
-                drawn[index],
+                samplings[index],
                 position=int(self.positions[row]) + 1,
             )
             self._draw(row, token)
-        return self.logits_RV[wanted] if wanted else None
+        return [self.logits_RV[index] for index in wanted]
 
     def _draw(self, row: int, token: int) -> None:
         """Keep the token of a row; -1: its logits are not finite."""

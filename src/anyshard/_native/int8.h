@@ -12,6 +12,16 @@
 #include "tile.h"
 #include "widen.h"
 
+// All leaves of a tile; the nodes that are left stand at the bottom of `stack`.
+struct Int8Work {
+  const LeafProgram& program;
+  const float* x;  // rows that were quantised
+  ptrdiff_t x_stride;
+  const uint8_t* weights;
+  float* stack;
+};
+using Int8Function = void (*)(const Int8Work&);
+
 // Rows x a block of 16 outputs.
 template <int Rows>
 struct Int8Tile {
@@ -77,7 +87,7 @@ struct Int8Tile {
   }
 
   template <int... R, int... V>
-  static ANYSHARD_INLINE void run(const TileWork& work, Sequence<R...> rows,
+  static ANYSHARD_INLINE void run(const Int8Work& work, Sequence<R...> rows,
                                   Sequence<V...> vectors) {
     const LeafProgram& program = work.program;
     const int num_leaves = program.num_leaves;
@@ -87,7 +97,7 @@ struct Int8Tile {
     const ptrdiff_t plane = row[0].plane;
     const float* scale[Rows] = {row[R].scales...};
     const float* offsets[Rows] = {row[R].offsets...};
-    const uint8_t* w = work.span.weights;
+    const uint8_t* w = work.weights;
     constexpr typename T::AllIndices all{};
     Vec top[T::kSize];
     T::clear(top, all);
@@ -126,37 +136,40 @@ struct Int8Tile {
     ((top[I] = sum[I]), ...);
   }
 
-  static __attribute__((noinline)) void leaves(const TileWork& work) {
+  static __attribute__((noinline)) void leaves(const Int8Work& work) {
     run(work, RowIndices{}, VectorIndices{});
   }
 };
 
-// [rows - 1]
-constexpr TileFunction kInt8Tiles[4] = {Int8Tile<1>::leaves, Int8Tile<2>::leaves,
-                                        Int8Tile<3>::leaves, Int8Tile<4>::leaves};
-
 // Rows x panels [panel_start, panel_stop), in whole pairs: what is computed beyond is not written.
-inline void linear_int8(const Linear& args, const float* x, size_t x_stride, int num_rows,
-                        int panel_start, int panel_stop, const Target& target) {
-  alignas(32) float stack[static_cast<size_t>(kMaxDepth) * kMaxTile * kLanes];
+// tiles[rows - 1].
+inline void in_int8_tiles(const Int8Function (&tiles)[4], const Linear& args, const float* x,
+                          size_t x_stride, int num_rows, int panel_start, int panel_stop,
+                          const Target& target) {
+  constexpr size_t kMostVectors = 8;  // 4 rows x 2
+  alignas(32) float stack[kMaxDepth * kMostVectors * kLanes];
   const ptrdiff_t stride = static_cast<ptrdiff_t>(args.panel_stride);
   const int pair_stop = (panel_stop + 1) / 2;
   for (int first_row = 0; first_row < num_rows; first_row += kRowBlock) {
     const int rows = num_rows - first_row < kRowBlock ? num_rows - first_row : kRowBlock;
     const int num_tiles = (rows + 3) / 4;
     for (int pair = panel_start / 2; pair < pair_stop; ++pair) {
-      const PanelSpan span{args.panels + pair * stride, stride, Storage::kInt8, 2 * pair, 2, 0};
       for (int tile = 0; tile < num_tiles; ++tile) {
         const int row = first_row + rows_before(tile, num_tiles, rows);
         const int tile_rows = first_row + rows_before(tile + 1, num_tiles, rows) - row;
-        kInt8Tiles[tile_rows - 1]({args.program,
-                                   x + static_cast<size_t>(row) * x_stride,
-                                   static_cast<ptrdiff_t>(x_stride),
-                                   span,
-                                   {0, 0},
-                                   stack});
+        tiles[tile_rows - 1]({args.program, x + static_cast<size_t>(row) * x_stride,
+                              static_cast<ptrdiff_t>(x_stride), args.panels + pair * stride,
+                              stack});
         emit(args, target, stack, row, tile_rows, 2 * pair, 2, panel_start, panel_stop);
       }
     }
   }
+}
+
+constexpr Int8Function kInt8Tiles[4] = {Int8Tile<1>::leaves, Int8Tile<2>::leaves,
+                                        Int8Tile<3>::leaves, Int8Tile<4>::leaves};
+
+inline void linear_int8(const Linear& args, const float* x, size_t x_stride, int num_rows,
+                        int panel_start, int panel_stop, const Target& target) {
+  in_int8_tiles(kInt8Tiles, args, x, x_stride, num_rows, panel_start, panel_stop, target);
 }

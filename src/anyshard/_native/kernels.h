@@ -31,6 +31,9 @@ constexpr int kLineFloats = 16;   // floats of a cache line
 constexpr int kMaxTile = 12;      // vectors of the largest register tile
 constexpr int kMaxNodes = 1024;   // nodes of one reduce, all ranks together
 
+// The stripe of a block, or of a stripe its first block: three bits back to front.
+inline int stripe_of(int block) { return ((block & 1) << 2) | (block & 2) | ((block >> 2) & 1); }
+
 // Post-order leaf program: after leaf i, merges[i] times top = second + top.
 struct LeafProgram {
   const int32_t* starts;  // k at which each leaf begins
@@ -149,7 +152,8 @@ struct Kernels {
   void (*silu_product)(float* gate, const float* up, int count);
   // One head: out = rope(x), times scale if it is not null. out may be x.
   void (*rope)(const Rope&, const float* x, const float* scale, float* out);
-  // Fills states[pair] (stride head_dim + kStateHeader floats) for one stripe.
+  // Fills states[pair] (stride head_dim + kStateHeader floats) for one stripe; of one that has no
+  // block only the header, and no more of it is read.
   void (*attention_stripe)(const AttentionUnit&, int stripe, float* states);
   // One block of a stripe, whose blocks come in order; null: only whole stripes can be had.
   void (*attention_page)(const AttentionUnit&, int block, float* states);
@@ -172,7 +176,8 @@ struct Kernels {
 };
 
 // Panels of one register tile. One and two rows: four streams, eight of 16-bit weights at one row
-// (bfloat16 +15..25 %, float16 +5..15 %). More rows: three.
+// (bfloat16 +15..25 %, float16 +5..15 %), of short float32 panels one (linear.h, group_of). More
+// rows: three. Int8: one pair of panels.
 constexpr int kFewRows = 2;
 constexpr int kMostPanels = 4;    // of any other tile
 constexpr int kNarrowPanels = 8;  // of a tile of one row and 16-bit weights
@@ -180,9 +185,6 @@ constexpr int kNarrowPanels = 8;  // of a tile of one row and 16-bit weights
 // speed at 128 rows, Q8_0 0.8 -> 1.0).
 constexpr int kManyRowsQ8 = 24;
 constexpr int kManyRows = 64;
-// The stripe of a block, or of a stripe its first block: three bits back to front.
-inline int stripe_of(int block) { return ((block & 1) << 2) | (block & 2) | ((block >> 2) & 1); }
-
 inline int panel_group(Storage storage, int num_rows) {
   if (storage == Storage::kInt8) return 2;
   const bool narrow = storage == Storage::kBfloat16 || storage == Storage::kFloat16;

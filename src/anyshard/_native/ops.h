@@ -101,7 +101,7 @@ class Attention : public Op {
   AttentionUnit describe(const Unit& unit) const;
   void run_unit(const Thread& thread, const Unit& unit) const;
   void run_sweep(const Thread& thread, size_t first, size_t step, size_t count) const;
-  void run_stripe(const Thread& thread, int item, int rows) const;
+  void run_stripe(const Thread& thread, int item, int step) const;
   // Whether every row is a unit by itself, in each group of heads.
   bool are_alone(int rows) const;
   void finish_pair(const Thread& thread, int item) const;

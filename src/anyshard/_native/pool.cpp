@@ -207,13 +207,14 @@ void Pool::publish(std::initializer_list<Phase> phases, Call call, const void* c
   context_.store(context);
   num_phases_.store(static_cast<int>(phases.size()));
   Counters* counters = phases_;
-  for (const Phase& phase : phases) {
+  for (const Phase* phase = phases.begin(); phase != phases.end(); ++phase, ++counters) {
+    // what no phase reads is done once, for what it says of faults
+    const bool is_read = phase + 1 != phases.end() && (phase + 1)->size > 0;
     counters->done.store(0);
-    counters->size.store(phase.size);
-    counters->chunk.store(phase.chunk);
-    counters->by_each.store(phase.by_each);
+    counters->size.store(phase->size);
+    counters->chunk.store(phase->chunk);
+    counters->by_each.store(phase->by_each && is_read);
     counters->ticket.store(number);
-    ++counters;
   }
   started_.advance();
 }

@@ -62,7 +62,8 @@ inline size_t whole_lines(size_t floats) {
 // phase starts when all are done. No result may depend on who takes what.
 //
 // Or, where `by_each`, a part that every thread does by itself, all of it, before its first chunk
-// of the phase that follows: nobody waits for it. It may write to a thread's own scratch only.
+// of the phase that follows: nobody waits for it. It may write to a thread's own scratch, and what
+// all write alike, atomically (mark_fault). Not two of them in a row.
 struct Phase {
   int size;
   int chunk;

@@ -151,7 +151,7 @@ void bind_shm(nb::module_& module) {
             new (self) Gather(mine < 0 ? nullptr : checked_line(words, mine), std::move(lines),
                               checked_line(words, abort_index), spin_us * 1000);
           },
-          nb::arg("words"), nb::arg("mine"), nb::arg("peers"), nb::arg("abort_index"),
+          nb::arg("words").noconvert(), nb::arg("mine"), nb::arg("peers"), nb::arg("abort_index"),
           nb::arg("spin_us"), nb::keep_alive<1, 2>())  // the mapping
       .def("run", &Gather::run, nb::arg("value"), nb::arg("timeout_us"), NoGil())
       .def("wait", &Gather::wait, nb::arg("value"), nb::arg("timeout_us"), NoGil());
@@ -160,7 +160,7 @@ void bind_shm(nb::module_& module) {
       [](const Words& words, int64_t index, uint32_t value) {
         publish(checked_line(words, index), value);
       },
-      nb::arg("words"), nb::arg("index"), nb::arg("value"));
+      nb::arg("words").noconvert(), nb::arg("index"), nb::arg("value"));
   module.def(
       "shm_abort",
       [](const Words& words, int64_t abort_index) {
@@ -169,5 +169,5 @@ void bind_shm(nb::module_& module) {
           wake_sleepers(words.data() + index);
         }
       },
-      nb::arg("words"), nb::arg("abort_index"));
+      nb::arg("words").noconvert(), nb::arg("abort_index"));
 }

@@ -43,9 +43,10 @@ class Exchange : public Bound {
     const auto size = static_cast<uint32_t>(wire);
     sizes[words_.places[static_cast<size_t>(sizes_.tp_rank)]] = size;
     const int status = gather_.run(step, slice_us_);
+    if (status != kReached) return status;
     const bool agrees = std::all_of(words_.places.begin(), words_.places.end(),
                                     [&](int64_t place) { return sizes[place] == size; });
-    if (status != kReached || !agrees) return status;
+    if (!agrees) return kReached;  // comm/shm.py says whose differs
     *words_.sent += wire * static_cast<int64_t>(sizeof(float)) * sizes_.messages;
     *words_.messages += sizes_.messages;
     return kGoOn;
@@ -65,27 +66,32 @@ class Exchange : public Bound {
   int64_t slice_us_;
 };
 
-// Every call adds one to `operations`, a rank's sign of life (comm/liveness.py).
+// Every call adds one to `operations`, a rank's sign of life (comm/liveness.py), also one that the
+// caller has ended.
 class Walk {
  public:
   Walk(std::vector<Bound*> calls, uint64_t* operations)
       : calls_(std::move(calls)), operations_(operations) {}
 
-  // Makes the calls from number `first` on. Ends early at one whose wait ended otherwise, and
-  // returns its number; `status` says how. Else the number of calls.
+  // Makes the calls from number `first` on; those before it have been made, the last one to its
+  // end by the caller. Returns early with the number of one that does not go on, whose `status`
+  // says how its wait ended: also kReached, where sizes differ. Else the number of calls.
   int run(int rows, int first) {
     const int count = static_cast<int>(calls_.size());
     if (first < 0 || first > count) throw std::invalid_argument("there is no such call");
+    if (first > 0) count_one();
     for (int number = first; number < count; ++number) {
       status_ = calls_[static_cast<size_t>(number)]->go(rows);
       if (status_ != kGoOn) return number;
-      __atomic_store_n(operations_, *operations_ + 1, __ATOMIC_RELAXED);
+      count_one();
     }
     return count;
   }
   int status() const { return status_; }
 
  private:
+  void count_one() { __atomic_store_n(operations_, *operations_ + 1, __ATOMIC_RELAXED); }
+
   std::vector<Bound*> calls_;
   uint64_t* operations_;
   int status_ = kGoOn;

@@ -24,10 +24,9 @@ void init_exchange(Exchange* self, const Gather& gather, const Numbers<uint32_t>
                    const Numbers<uint32_t>& even_sizes, const Numbers<uint32_t>& odd_sizes,
                    const std::vector<int64_t>& places,
                    const nb::ndarray<int64_t, nb::numpy, nb::shape<2>, nb::device::cpu>& sent,
-                   const std::vector<int64_t>& floats, int64_t messages, int tp_rank,
-                   int64_t slice_us) {
+                   int64_t row_floats, int64_t row_wire, int64_t capacity_floats, int64_t messages,
+                   int tp_rank, int64_t slice_us) {
   require_size(step.size(), 1, "step");
-  require(floats.size() == 3, "floats are mine and wire of a row, and the capacity");
   require(0 <= tp_rank && static_cast<size_t>(tp_rank) < places.size(), "there is no such tp rank");
   for (const int64_t place : places) {
     require(place >= 0, "a place is negative");
@@ -40,13 +39,15 @@ void init_exchange(Exchange* self, const Gather& gather, const Numbers<uint32_t>
                        places,
                        sent.data(),
                        sent.data() + sent.stride(0)},
-                      {floats[0], floats[1], floats[2], messages, tp_rank}, slice_us);
+                      {row_floats, row_wire, capacity_floats, messages, tp_rank}, slice_us);
 }
 
-void init_walk(Walk* self, const std::vector<Bound*>& calls, const Numbers<uint64_t>& operations) {
+// A tuple: what is in it stays.
+void init_walk(Walk* self, const nb::tuple& calls, const Numbers<uint64_t>& operations) {
   require_size(operations.size(), 1, "operations");
-  for (const Bound* call : calls) require(call != nullptr, "None cannot be called");
-  new (self) Walk(calls, operations.data());
+  std::vector<Bound*> bound;
+  for (const nb::handle call : calls) bound.push_back(&nb::cast<Bound&>(call));
+  new (self) Walk(std::move(bound), operations.data());
 }
 
 }  // namespace
@@ -62,12 +63,13 @@ void bind_bound(nb::module_& m) {
 void bind_walk(nb::module_& m) {
   using namespace anyshard;
   nb::class_<Exchange, Bound>(m, "Exchange")
-      .def("__init__", &init_exchange, "gather"_a, "step"_a, "even_sizes"_a, "odd_sizes"_a,
-           "places"_a, "sent"_a, "floats"_a, "messages"_a, "tp_rank"_a, "slice_us"_a,
+      .def("__init__", &init_exchange, "gather"_a, "step"_a.noconvert(), "even_sizes"_a.noconvert(),
+           "odd_sizes"_a.noconvert(), "places"_a, "sent"_a.noconvert(), "row_floats"_a,
+           "row_wire"_a, "capacity_floats"_a, "messages"_a, "tp_rank"_a, "slice_us"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>());
   nb::class_<Walk>(m, "Walk")
-      .def("__init__", &init_walk, "calls"_a, "operations"_a, nb::keep_alive<1, 2>(),
+      .def("__init__", &init_walk, "calls"_a, "operations"_a.noconvert(), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>())
       .def("run", &Walk::run, "rows"_a, "first"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("status", &Walk::status);

@@ -184,7 +184,7 @@ class _BlockWorker(Worker):
         if self.is_sampler:
             self.board.out_MD[:rows] = self.x_RD[:rows]
             zeros = np.zeros(rows, np.int32)
-            self.control.post_result(frame.sequence, zeros, self.row_fault[:rows], None)
+            self.control.post_result(frame.sequence, zeros, self.row_fault[:rows])
 
     def _pass(self, ops: list[tuple[bool, Callable[[int], None]]], rows: int) -> tuple[int, int]:
         """(ns in all, ns in the exchange, waiting for peers included)."""

@@ -95,7 +95,7 @@ def memory_need(
     from anyshard.checkpoint import image_directory
     from anyshard.comm.region import RegionLayout
     from anyshard.engine import EngineOptions, plan_epoch
-    from anyshard.fidelity.log import digest_bytes
+    from anyshard.fidelity.log import digest_bytes, laid_by_bytes
     from anyshard.worker import buffer_bytes
 
     options = EngineOptions(
@@ -114,7 +114,8 @@ def memory_need(
         kv=sum(kv_bytes(each, tokens=tokens) for each in programs) * num_seqs,
         buffers=RegionLayout.of(plan.sizes).total_bytes
         + sum(buffer_bytes(each, plan.ranks) for each in programs)
-        + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0),
+        + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0)
+        + (laid_by_bytes(programs, rows_max=plan.limits.rows_max) if record else 0),
         processes=(len(programs) + 2) * PROCESS_BYTES
         + (len(programs) * TORCH_BYTES if comm == "torch" else 0),
         num_seqs=num_seqs,

@@ -90,25 +90,35 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        #: bytes of each of WIRE_KINDS, then messages; a native exchange counts into it
-        self.sent: NDArray[np.int64] = np.zeros(2 * len(WIRE_KINDS), np.int64)
-        self.words = self.sent.data
+        # bytes of each of WIRE_KINDS, then messages
+        self._sent: NDArray[np.int64] = np.zeros(2 * len(WIRE_KINDS), np.int64)
+        self._words = self._sent.data
+
+    def of(self, kind: WireKind) -> NDArray[np.int64]:
+        """[2]: bytes and messages of a kind, in place; a native exchange counts into it."""
+        return self._sent[WIRE_KINDS.index(kind) :: len(WIRE_KINDS)]
+
+    def copy_to(self, num_bytes: memoryview, messages: memoryview) -> None:
+        """Copy the counts of each of WIRE_KINDS."""
+        for index in range(len(WIRE_KINDS)):
+            num_bytes[index] = self._words[index]
+            messages[index] = self._words[len(WIRE_KINDS) + index]
 
     def add(self, kind: WireKind, *, num_floats: int, num_messages: int) -> None:
         """Count `num_messages` messages of `num_floats` float32 each."""
         number = WIRE_KINDS.index(kind)
-        self.words[number] += num_floats * FLOAT_BYTES * num_messages
-        self.words[len(WIRE_KINDS) + number] += num_messages
+        self._words[number] += num_floats * FLOAT_BYTES * num_messages
+        self._words[len(WIRE_KINDS) + number] += num_messages
 
     @property
     def bytes(self) -> dict[WireKind, int]:
         """By kind."""
-        return dict(zip(WIRE_KINDS, self.words[: len(WIRE_KINDS)], strict=True))
+        return dict(zip(WIRE_KINDS, self._words[: len(WIRE_KINDS)], strict=True))
 
     @property
     def messages(self) -> dict[WireKind, int]:
         """By kind."""
-        return dict(zip(WIRE_KINDS, self.words[len(WIRE_KINDS) :], strict=True))
+        return dict(zip(WIRE_KINDS, self._words[len(WIRE_KINDS) :], strict=True))
 
 
 class Exchange(Protocol):
@@ -151,8 +161,8 @@ class Exchange(Protocol):
 
     def native(self, row_floats: int, row_wire: int) -> Any:
         """`run` of so many floats a row as a part of a native walk (`walk.py`), or None where
-        there is no such thing. It counts, steps and flips as `run` does; a wait that ends
-        otherwise is handed to `end`."""
+        there is no such thing. It counts, steps and flips as `run` does; what does not go on, since
+        a peer is late or has another size, is handed to `end`."""
         ...
 
     def end(self, status: int, num_floats: int, wire_floats: int) -> None:

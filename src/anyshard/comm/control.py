@@ -127,9 +127,7 @@ class RankStatus:
 
     def report(self, counters: Counters) -> None:
         """Copy the wire counters out; call once a step."""
-        for words, sent in zip(self._wires, (counters.bytes, counters.messages), strict=True):
-            for index, number in enumerate(sent.values()):
-                words[index] = number
+        counters.copy_to(*self._wires)
 
     def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
         """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""
@@ -249,11 +247,11 @@ class RankControl:
         sequence: int,
         tokens: Int32Array,
         faults: Int32Array,
-        logits: FloatArray | None = None,
+        logits: Sequence[FloatArray] = (),
     ) -> None:
         """Hand the front the result of frame `sequence`; by the sampler, once a frame.
 
-        tokens and faults int32[n], n <= rows_max; logits f32[k, vocab], k <= logit_rows.
+        tokens and faults int32[n], n <= rows_max; logits f32[vocab] each, at most logit_rows.
         """
         self._results[sequence % self._sizes.frame_slots].write(sequence, tokens, faults, logits)
         self._signals.publish(CHANNEL_RESULT, sequence % WRAP, (self._region.front,))
@@ -282,16 +280,16 @@ class _ResultSlot:
         sequence: int,
         tokens: Int32Array,
         faults: Int32Array,
-        logits: FloatArray | None,
+        logits: Sequence[FloatArray],
     ) -> None:
-        num_logits = 0 if logits is None else len(logits)
         if len(faults) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens but {len(faults)} faults")
         self._tokens[: len(tokens)] = tokens
         self._faults[: len(faults)] = faults
-        if logits is not None:
-            self._logits[:num_logits] = logits
-        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, len(tokens), num_logits, 0)
+        for index, row in enumerate(logits):
+            self._logits[index] = row
+        counts = len(tokens), len(logits)
+        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, *counts, 0)
 
     def read(self, sequence: int) -> Result:
         found, num_rows, num_logits, _ = RESULT_HEADER.unpack_from(self._memory, self._at)

@@ -343,29 +343,32 @@ class EpochRegion:
 
     def exchange_buffers(self, stage: int, index: int) -> list[list[Buffer]]:
         """buffers[parity][tp_rank], with f32[capacity], of exchange `index` in `stage`."""
-        wires, layout = self.sizes.wires, self.layout
-        capacity = wires.exchanges[index].capacity_floats
-        base = layout.stage_offset + stage * layout.stage_bytes + layout.exchange_offsets[index]
-        stride = _buffer_bytes(capacity)
+        capacity, tp = self.sizes.wires.exchanges[index].capacity_floats, self.sizes.wires.tp
+        base, stride = self._exchange_place(stage, index)
         return [
             [
-                self._buffer(base + (parity * wires.tp + tp_rank) * stride, capacity)
-                for tp_rank in range(wires.tp)
+                self._buffer(base + (parity * tp + tp_rank) * stride, capacity)
+                for tp_rank in range(tp)
             ]
             for parity in range(2)
         ]
 
+    def _exchange_place(self, stage: int, index: int) -> tuple[int, int]:
+        """Where its buffers begin, and how far they are apart, in bytes."""
+        layout, capacity = self.layout, self.sizes.wires.exchanges[index].capacity_floats
+        base = layout.stage_offset + stage * layout.stage_bytes + layout.exchange_offsets[index]
+        return base, _buffer_bytes(capacity)
+
     def exchange_sizes(self, stage: int, index: int) -> tuple[list[NDArray[np.uint32]], list[int]]:
         """Words of exchange `index` in `stage`, of either parity, and where in them each tp rank
         has the size of its buffer."""
-        wires, layout = self.sizes.wires, self.layout
-        base = layout.stage_offset + stage * layout.stage_bytes + layout.exchange_offsets[index]
-        words = _buffer_bytes(wires.exchanges[index].capacity_floats) // 4
-        all_words = words * wires.tp
+        tp = self.sizes.wires.tp
+        base, stride = self._exchange_place(stage, index)
+        words = stride // 4
         sizes = [
-            self.array(np.uint32, all_words, base + 4 * parity * all_words) for parity in range(2)
+            self.array(np.uint32, tp * words, base + parity * tp * stride) for parity in range(2)
         ]
-        return sizes, [tp_rank * words for tp_rank in range(wires.tp)]
+        return sizes, [tp_rank * words for tp_rank in range(tp)]
 
     def _buffer(self, offset: int, capacity: int) -> Buffer:
         size = memoryview(self.memory)[offset : offset + 4].cast("I")

@@ -13,7 +13,6 @@ import numpy as np
 
 from anyshard.comm.base import (
     HOP_DEPTH,
-    WIRE_KINDS,
     CommKind,
     Counters,
     EpochAborted,
@@ -31,6 +30,7 @@ from anyshard.comm.region import (
 )
 from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP, NativeSignals
 from anyshard.errors import AnyshardError
+from anyshard.ops import native_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,17 +95,21 @@ class _ShmExchange:
 
     def native(self, row_floats: int, row_wire: int) -> Any:
         """See Exchange; None without native signals."""
+        native: Any = native_module()
         if not isinstance(self._comm.signals, NativeSignals) or self._spec.root_only:
             return None
         comm = self._comm
-        sizes, places = comm.region.exchange_sizes(comm.stage, self._index)
-        return self._comm.signals.exchange(
+        (even_sizes, odd_sizes), places = comm.region.exchange_sizes(comm.stage, self._index)
+        return native.Exchange(
             self._waiter,
             step=self._steps,
-            sizes=sizes,
+            even_sizes=even_sizes,
+            odd_sizes=odd_sizes,
             places=places,
-            sent=comm.counters.sent[WIRE_KINDS.index(self._spec.kind) :: len(WIRE_KINDS)],
-            floats=(row_floats, row_wire, self.capacity_floats),
+            sent=comm.counters.of(self._spec.kind),
+            row_floats=row_floats,
+            row_wire=row_wire,
+            capacity_floats=self.capacity_floats,
             messages=self._sends,
             tp_rank=comm.tp_rank,
             slice_us=comm.slice_us,

@@ -112,28 +112,6 @@ class NativeSignals:
         )
         return waiter
 
-    def exchange(
-        self,
-        waiter: Waiter,
-        *,
-        step: NDArray[np.uint32],
-        sizes: Sequence[NDArray[np.uint32]],
-        places: Sequence[int],
-        sent: NDArray[np.int64],
-        floats: tuple[int, int, int],
-        messages: int,
-        tp_rank: int,
-        slice_us: int,
-    ) -> Any:
-        """An exchange of comm/shm.py as a part of a native walk.
-
-        sizes: of either parity, the words in which ranks say what they publish, at `places`.
-        sent [2]: bytes and messages. floats: of a row mine and on the wire, and of a buffer.
-        """
-        return self._native.Exchange(
-            waiter, step, *sizes, places, sent, floats, messages, tp_rank, slice_us
-        )
-
     def abort(self) -> None:
         """Set the abort word and wake all sleepers."""
         self._native.shm_abort(self._words, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anyshard.comm.base import CommKind, Counters, FloatArray, WireSizes, check_floats
 from anyshard.comm.signals import LINE_WORDS
@@ -18,8 +19,13 @@ class _OwnBuffer:
 
     def __init__(self, capacity_floats: int) -> None:
         self.capacity_floats = capacity_floats
-        self.parity = 0
+        self._steps: NDArray[np.uint32] = np.zeros(1, np.uint32)
         self._buffer: FloatArray = np.zeros(capacity_floats, np.float32)
+
+    @property
+    def parity(self) -> int:
+        """See Exchange."""
+        return int(self._steps[0] & 1)
 
     def send_buffer(self, parity: int) -> FloatArray:
         """The only buffer."""
@@ -32,29 +38,32 @@ class _OwnBuffer:
     def run(self, num_floats: int, wire_floats: int) -> None:
         """Check the sizes and flip the parity."""
         check_floats(num_floats, wire_floats, self.capacity_floats)
-        self.parity ^= 1
+        self._steps[0] ^= 1
 
     def native(self, row_floats: int, row_wire: int) -> Any:
         """See Exchange; one that waits for nobody."""
         native: Any = native_module()
         if native is None:
             return None
-        words = np.zeros(LINE_WORDS, np.uint32)
+        size = np.zeros(1, np.uint32)
         return native.Exchange(
-            native.Gather(words, -1, (), 0, 0),
-            words[:1],
-            words[1:2],
-            words[1:2],
-            (0,),
-            np.zeros(2, np.int64),
-            (row_floats, row_wire, self.capacity_floats),
-            0,
-            0,
-            0,
+            native.Gather(np.zeros(LINE_WORDS, np.uint32), -1, (), 0, 0),
+            step=self._steps,
+            even_sizes=size,
+            odd_sizes=size,
+            places=(0,),
+            sent=np.zeros(2, np.int64),
+            row_floats=row_floats,
+            row_wire=row_wire,
+            capacity_floats=self.capacity_floats,
+            messages=0,
+            tp_rank=0,
+            slice_us=0,
         )
 
     def end(self, status: int, num_floats: int, wire_floats: int) -> None:
         """There is nobody to wait for."""
+        raise AssertionError("an exchange with nobody has ended early")
 
 
 class Solo:

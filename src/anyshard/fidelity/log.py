@@ -23,7 +23,7 @@ from anyshard.fidelity.agreement import Agreement, Disagreement
 from anyshard.model import LAYER_POINTS, Program
 from anyshard.ops.digest import U64
 
-__all__ = ["DigestLog", "RecordedRow", "RunDigests", "digest_bytes"]
+__all__ = ["DigestLog", "RecordedRow", "RunDigests", "digest_bytes", "laid_by_bytes"]
 
 _ROWS_TOGETHER: Final = 256
 _NO_FAULT: Final = np.uint64(2**64 - 1)  # after every code
@@ -146,6 +146,12 @@ class DigestLog:
         return RunDigests(
             run.embed[:positions], run.layers[:positions], run.logits[:emitted], disagreement
         )
+
+
+def laid_by_bytes(programs: Sequence[Program], *, rows_max: int) -> int:
+    """What the log takes for rows of steps that have not been summed, once."""
+    columns = sum(each.record_columns for each in programs)
+    return 8 * columns * max(rows_max, _ROWS_TOGETHER)
 
 
 def digest_bytes(config: ModelConfig) -> int:
