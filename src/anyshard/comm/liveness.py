@@ -75,6 +75,7 @@ class Liveness:
 
     def __init__(self, region: EpochRegion) -> None:
         self._records = [region.status(rank) for rank in range(region.sizes.wires.world)]
+        self._waiting = [record["waiting_for"].data for record in self._records]
         self._pid = os.getpid()
 
     def introduce(self, rank: int) -> None:
@@ -84,11 +85,11 @@ class Liveness:
 
     def set_waiting(self, rank: int, peer: int | None) -> None:
         """Say that `rank` waits for `peer`, or for nobody; by the rank itself."""
-        self._records[rank]["waiting_for"] = 0 if peer is None else peer + 1
+        self._waiting[rank][0] = 0 if peer is None else peer + 1
 
     def waiting_for(self, rank: int) -> int | None:
         """The rank that `rank` waits for, if any."""
-        peer = int(self._records[rank]["waiting_for"][0]) - 1
+        peer = self._waiting[rank][0] - 1
         return None if peer < 0 else peer
 
     def culprit(self, rank: int) -> int:
