@@ -4,9 +4,10 @@
 
 Needs a compiler and an x86 CPU with AVX2. Compiles the native module once more, in
 build/exactness_tax, with the kernels of benchmarks/exactness_tax/ beside the shipped ones: the same
-tiles, panels, prefetch, threads and ops, but no leaves, no tree, no stripes. A step of the demo
-model is walked op by op on both bodies, in turning order, in one process and over one weight image,
-so that weights come from memory as they do in a run. `cached`: one layer's op again and again.
+tiles, panels, prefetch, threads and ops, but no leaves, no tree, no stripes (both go through KV head
+by head, where a single row of ours goes through all heads block by block). A step of the demo model
+is walked op by op on both bodies, in turning order, in one process and over one weight image, so
+that weights come from memory as they do in a run. `cached`: one layer's op again and again.
 `norm` is alone, `reduce` over the nodes that two ranks send; both hardly count in an unsplit run.
 
 A tax is ours / twin - 1, taken within a round, in which each call counts with the least of some
@@ -348,7 +349,7 @@ def main() -> None:
         image = build_image(checkpoint, threads=max(THREADS), arithmetic=arithmetic)
         served = Served(checkpoint.config, profile_of(arithmetic), image)
         for threads in THREADS:
-            bodies = {"ours": body, "free": twin_of(body, threads)}
+            bodies = {"ours": f"{body}-stripes", "free": twin_of(body, threads)}
             measured = measure(served, bodies, threads, tokens, rounds)
             rows += results(measured, arithmetic, threads)
             print(f"{arithmetic}, threads: {threads}", file=sys.stderr, flush=True)

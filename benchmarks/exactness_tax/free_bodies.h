@@ -1,6 +1,7 @@
 // Bodies whose sums have no fixed order: of `avx2` and `vnni` the twins `avx2-free`, `vnni-free`
-// and, for decode steps on several threads, `-free-halves` (free_attention.h). pool.h declares what
-// the pool asks of them.
+// and, for decode steps on several threads, `-free-halves` (free_attention.h). `-stripes` are the
+// shipped kernels, going through KV head by head as the twins do. pool.h declares what the pool
+// asks of them.
 #pragma once
 
 #include "kernels.h"

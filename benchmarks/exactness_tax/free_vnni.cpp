@@ -21,13 +21,22 @@ Kernels with_int8(Kernels kernels) {
 }  // namespace
 }  // namespace free_vnni
 
+Kernels without_sweeps(Kernels kernels) {
+  kernels.attention_page = nullptr;
+  return kernels;
+}
+
 void add_free_order_bodies(std::vector<NamedBody>& bodies) {
+  static const Kernels vnni_stripes = without_sweeps(kVnniKernels);
+  static const Kernels avx2_stripes = without_sweeps(kAvx2Kernels);
   static const Kernels vnni = free_vnni::with_int8(kFreeAvx2);
   static const Kernels vnni_halves = free_vnni::with_int8(kFreeAvx2Halves);
   if (bodies.front().kernels == &kVnniKernels) {
+    bodies.push_back({"vnni-stripes", &vnni_stripes});
     bodies.push_back({"vnni-free", &vnni});
     bodies.push_back({"vnni-free-halves", &vnni_halves});
   }
+  bodies.push_back({"avx2-stripes", &avx2_stripes});
   bodies.push_back({"avx2-free", &kFreeAvx2});
   bodies.push_back({"avx2-free-halves", &kFreeAvx2Halves});
 }
