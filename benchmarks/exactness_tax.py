@@ -4,10 +4,10 @@
 
 Needs a compiler and an x86 CPU with AVX2. Compiles the native module once more, in
 build/exactness_tax, with the kernels of benchmarks/exactness_tax/ beside the shipped ones: the same
-tiles, panels, prefetch, threads and ops, but no leaves, no tree, no stripes (both go through KV head
-by head, where a single row of ours goes through all heads block by block). A step of the demo model
-is walked op by op on both bodies, in turning order, in one process and over one weight image, so
-that weights come from memory as they do in a run. `cached`: one layer's op again and again.
+tiles, panels, prefetch, threads and ops, but no leaves, no tree, no stripes (both go through KV
+head by head, where a single row of ours goes through all heads block by block). A step of the demo
+model is walked op by op on both bodies, in turning order, in one process and over one weight image,
+so that weights come from memory as they do in a run. `cached`: one layer's op again and again.
 `norm` is alone, `reduce` over the nodes that two ranks send; both hardly count in an unsplit run.
 
 A tax is ours / twin - 1, taken within a round, in which each call counts with the least of some
