@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from anyshard.comm.base import Comm, ExchangeSpec, WireSizes
-from anyshard.comm.control import ROW, ControlSizes, FrontControl, RankStatus
+from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, RankStatus
 from anyshard.comm.region import EpochRegion, EpochSizes
 from anyshard.comm.signals import ABORTED, LATE, REACHED
 from anyshard.comm.solo import Solo
@@ -337,9 +337,12 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
         assert [view.dropped_frames for view in front.statuses()] == [1]
 
 
+@pytest.mark.parametrize("part", ["rows", "pages", "note"])
 def test_a_damaged_frame_ends_the_epoch_naming_both_checksums(
-    monkeypatch: pytest.MonkeyPatch,
+    part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ends = np.cumsum([0, 4 * ROW.itemsize, 2 * PAGE.itemsize]).tolist()
+    place = 64 + dict(zip(("rows", "pages", "note"), ends, strict=True))[part]
     with running("threads", echo, sizes(tp=1)) as (_, front):
         good = front._write
 
@@ -348,11 +351,11 @@ def test_a_damaged_frame_ends_the_epoch_naming_both_checksums(
             at = front._region.layout.frame_offset + (sequence % 2) * (
                 front._region.layout.frame_bytes
             )
-            front._region.memory[at + 64] ^= 1
+            front._region.memory[at + place] ^= 1
 
         monkeypatch.setattr(front, "_write", damage)
         with pytest.raises(PeerLost, match=r"checksum 0x\w{8}, its header says 0x\w{8}"):
-            front.wait_result(front.send_frame(rows(1)))
+            front.wait_result(front.send_frame(rows(1), np.ones(1, PAGE), b"n"))
 
 
 @pytest.mark.parametrize("root_only", [False, True])

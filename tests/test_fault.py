@@ -6,19 +6,25 @@ The same from the command line: test_cli.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 from models import ADVERSARIAL_9_3, plant_overflow, write_hf_model
 
 from anyshard.checkpoint import open_checkpoint
+from anyshard.comm.control import Frame
 from anyshard.engine import Engine, EngineOptions, Event
+from anyshard.launcher import RankMain
 from anyshard.layout import plan
+from anyshard.ops.exact import F32
 from anyshard.request import Request
 from anyshard.verify.driver import open_group, served
+from anyshard.verify.naive import rank_body
 from anyshard.verify.prompt import hashed_tokens
-from anyshard.worker import Served
+from anyshard.worker import Served, Worker, rank_main
 
 EARLY, LATE = 1001, 1002  # token ids, and what names the fault of each
 NAME_OF = {EARLY: "layers.1.qkv", LATE: "head"}
@@ -48,9 +54,11 @@ def run(
     pp: int = 1,
     slots: int | None = None,
     chunk: int = 16,
+    want_logits: bool = True,
+    body: RankMain = rank_main,
 ) -> list[list[Event]]:
     """The events of each prompt, six tokens long, in one epoch; slots: how many run at once."""
-    group = open_group(model, forked=False)
+    group = open_group(model, forked=False, rank_body=body)
     try:
         engine = Engine(
             group,
@@ -67,7 +75,7 @@ def run(
             ),
             cores=2,
         )
-        requests = [Request(prompt=p, max_tokens=6, want_logits=True) for p in prompts]
+        requests = [Request(prompt=p, max_tokens=6, want_logits=want_logits) for p in prompts]
         found: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
         for event in engine.run():
             found[event.request_id].append(event)
@@ -121,3 +129,69 @@ def test_a_fault_in_an_earlier_chunk_ends_the_request_before_its_first_token(
     failed, fine = run(model, [bad, prompt(12, seed=10)], tp=2, chunk=7)
     assert [(e.token, e.fault) for e in failed] == [(None, NAME_OF[EARLY])]
     assert len(bits(fine)) == 6
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_requests_that_fail_in_one_step_are_named_by_the_earliest_op(
+    model: Served, tp: int, pp: int
+) -> None:
+    prompts = [prompt(5, seed=15, last=LATE), prompt(6, seed=16, last=EARLY)]
+    for failed in run(model, prompts, tp=tp, pp=pp, chunk=32):
+        assert [event.fault for event in failed] == [NAME_OF[EARLY]]
+
+
+class LateBooks(Worker):
+    """Says of a fault when the sampler has answered long ago."""
+
+    def step(self, frame: Frame) -> None:
+        status, late = self.control.status, type(self).late
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.is_sampler:
+                patch.setattr(status, "fault", partial(late, status.fault))
+            super().step(frame)
+
+    @staticmethod
+    def late(fault: Callable[..., None], **what: int) -> None:
+        time.sleep(0.2)
+        fault(**what)
+
+
+def test_a_fault_is_named_by_the_rank_that_is_the_last_to_say_so(model: Served) -> None:
+    (failed,) = run(model, [prompt(9, seed=14, last=EARLY)], pp=3, body=rank_body(LateBooks))
+    assert [event.fault for event in failed] == [NAME_OF[EARLY]]
+
+
+class OneBadLogit(Worker):
+    """The last logit of a rank is NaN once, when sequences have three tokens more."""
+
+    where = 0
+
+    def _sample(self, flags: list[int]) -> F32 | None:
+        self.is_turn = len(flags) == 2 and int(self.positions[0]) == 11
+        return super()._sample(flags)
+
+    def _spoil(self) -> None:
+        if self.is_turn and self.program.tp_index == self.where:
+            self.shard_RV[0, -1] = np.nan
+
+    def _exchange_pairs(self, sampled: list[int]) -> None:
+        self._spoil()
+        super()._exchange_pairs(sampled)
+
+    def _gather_logits(self, count: int) -> None:
+        self._spoil()
+        super()._gather_logits(count)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("want_logits", [False, True])
+def test_a_logit_that_is_no_number_is_a_fault_whichever_rank_has_it(
+    model: Served, want_logits: bool, where: int
+) -> None:
+    prompts = [prompt(9, seed=12), prompt(9, seed=13)]
+    assert [len(each) for each in prompts] == [9, 9]
+    body = rank_body(type("Bad", (OneBadLogit,), {"where": where}))
+    failed, fine = run(model, prompts, tp=3, want_logits=want_logits, body=body)
+    assert [event.fault for event in failed] == [None, None, None, "head"]
+    alone = run(model, prompts[1:], want_logits=want_logits)[0]
+    assert [event.token for event in fine] == [event.token for event in alone]

@@ -154,6 +154,24 @@ def test_every_tile_has_the_bits_of_the_reference(
 
 @needs_native
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("num_leaves", [16, 17, 47])
+def test_a_long_row_alone_is_quantised_whole_by_every_thread(body: str, num_leaves: int) -> None:
+    """It has several pieces, which threads share where there are more rows."""
+    rng = np.random.default_rng(num_leaves)
+    num_outputs, num_inputs = 331, 32 * num_leaves
+    weights, x = blocks(floats(rng, num_outputs, num_inputs)), floats(rng, 2, num_inputs)
+    program = leaves(num_inputs, 32)
+    for rows in (1, 2):
+        expected = nodes(reference, None, x[:rows], weights, num_outputs, *program)
+        for threads in (1, 2, 5):
+            op_pool = pool(body, threads)
+            for _ in range(5):
+                got = nodes(native, op_pool, x[:rows], weights, num_outputs, *program)
+                assert differing(got, expected) == 0, (rows, threads)
+
+
+@needs_native
+@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(5, 80), (7, 8), (9, 64), (3, 24)])
 def test_cuts_between_heads_and_outputs_are_views(body: str, num_heads: int, head_dim: int) -> None:
     """Of o_proj: blocks begin anew at every head, and nodes of spans meet in the whole tree."""

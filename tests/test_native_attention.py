@@ -119,6 +119,30 @@ def test_rows_that_are_alone_sweep_all_heads(body: str, tiny: bool) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
+def test_rows_that_are_alone_go_round_the_stripes_more_than_twice(body: str) -> None:
+    heads = np.repeat(np.arange(5, dtype=np.int32), [2, 1, 2, 1, 1])
+    positions = ints(511, 512, 575, 639)
+    case = Case(24, heads, positions, np.arange(4, dtype=np.int32), num_slots=4)
+    expected, _ = case.expected()
+    for threads in (1, 2, 7):
+        for rows in (1, 2, 4):
+            got, _ = case.run(native, pool(body, threads), rows)
+            assert differing(got[:rows], expected[:rows]) == 0, (threads, rows)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_sweep_has_room_for_the_widest_heads(body: str) -> None:
+    heads = np.repeat(np.arange(4, dtype=np.int32), [1, 11, 12, 12])
+    case = Case(8, heads, ints(*range(7, 95, 8)), ints(*range(11)), num_slots=11)
+    expected, _ = case.expected()
+    for threads in (1, 2, 5):
+        op_pool = pool(body, threads)
+        for _ in range(3):
+            got, _ = case.run(native, op_pool)
+            assert differing(got, expected) == 0, threads
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_a_row_alone_equals_the_row_in_a_chunk(body: str) -> None:
     """Rows of one block share tiles; alone they are split by stripe over the threads."""
     chunk = np.arange(225, 294, dtype=np.int32)

@@ -107,6 +107,16 @@ def test_arrays_of_another_kind_are_not_copied_but_refused() -> None:
         native.Walk([run.__self__], words())  # a list could lose what is in it
 
 
+def test_what_is_put_on_the_wire_must_fit_too() -> None:
+    """Of ranks that cut 7 heads 4 / 3, each puts as much on the wire as the first."""
+    spec = sizes(tp=1, floats=WIDTH * ROWS).wires.exchanges
+    exchange = Solo(WireSizes(tp=1, pp=1, exchanges=spec)).exchange("nodes")
+    (walk,) = walks([Gathering(exchange, row_floats=WIDTH // 2, row_wire=WIDTH)], words())
+    walk(ROWS)
+    with pytest.raises(ValueError, match=r"^4 rows of 4 of 8 floats do not fit"):
+        walk(ROWS + 1)
+
+
 def gather(seat: Seat, comm: Comm, *, late: int | None, in_walk: bool) -> None:
     """Exchanges of every parity; the late rank comes after more than a slice of a wait."""
     exchange, mine = comm.exchange("nodes"), WIDTH - 2 * comm.tp_rank
@@ -144,6 +154,34 @@ def test_an_exchange_in_a_walk_moves_and_counts_what_a_call_does(
         views = front.statuses()
     assert [view.wire_bytes["reduce"] for view in views] == [6 * ROWS * WIDTH * 4] * 2
     assert [view.wire_messages["reduce"] for view in views] == [6] * 2
+
+
+@needs_native
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_a_walk_goes_on_right_after_a_wait_that_took_long(late: int | None) -> None:
+    """With the next call, which is made and counted; an exchange in Python's hands is not."""
+    counted = [0, 0]
+
+    def work(seat: Seat, comm: Comm, token: int) -> None:
+        exchange = Gathering(comm.exchange("nodes"), row_floats=WIDTH, row_wire=WIDTH)
+        tokens, operations = np.array([1, 2, 3], np.int32), words()
+        outs = [np.zeros((ROWS, WIDTH), np.float32) for _ in range(3)]
+        embeds = [embed(out, tokens) for out in outs]
+        (walk,) = walks([embeds[0], exchange, embeds[1], embeds[2], exchange], operations)
+        if late == comm.rank:
+            time.sleep(0.3)
+        walk(ROWS)
+        for out in outs:
+            assert out[:, 0].tolist() == [1, 2, 3]
+        counted[comm.rank] = int(operations[0])
+
+    with running("threads", serve(work), sizes(tp=2, body="native")) as (_, front):
+        front.wait_result(front.send_frame(rows(1)))
+        views = front.statuses()
+    assert [view.wire_messages["reduce"] for view in views] == [2] * 2
+    for rank, number in enumerate(counted):
+        waited = late is not None and late != rank
+        assert 3 <= number <= (4 if waited else 5), "on a busy machine any wait may take long"
 
 
 @needs_native
