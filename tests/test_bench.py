@@ -11,6 +11,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,6 +259,32 @@ def test_a_value_out_of_range_ends_the_run() -> None:
         list(rows._sound(iter([fault])))
 
 
+@pytest.mark.parametrize(
+    ("tp", "pp", "threads", "readers"), [(1, 2, 2, 2), (2, 2, 1, 2), (3, 1, 2, 6), (3, 1, 3, 8)]
+)
+def test_memory_is_read_by_as_many_threads_as_compute_at_once(
+    tp: int, pp: int, threads: int, readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one stage, on at most all cores."""
+    model = MODELS["adversarial-9-3"]
+    engine: Any = SimpleNamespace(
+        layout=plan(model, tp=tp, pp=pp, leaf=64),
+        threads=threads,
+        cores=8,
+        comm="threads",
+        body="avx2",
+        profile=f32_profile(),
+        programs=[],
+        control=SimpleNamespace(statuses=list),
+    )
+    probe: Any = SimpleNamespace(rate=float)
+    monkeypatch.setattr(rows, "_run", lambda engine, test, read: (1.0, [read()]))
+    found = rows.measure(
+        engine, SpeedTest("tg", 4), layout="", repetitions=1, probe=probe, on_step=list
+    )
+    assert found.reads == (readers,)
+
+
 def test_a_share_is_a_ratio_within_one_repetition() -> None:
     """10 · 125 MB of 2 GB/s, 20 of 5, 12 of 3: 0.625, 0.5 and 0.5."""
     assert row().share == 0.5
@@ -288,6 +315,22 @@ def test_the_probe_is_larger_than_the_caches(
         folder.mkdir(parents=True)
         (folder / "size").write_text(f"{size}\n")
     assert probe_bytes(tmp_path) == num_bytes
+
+
+@pytest.mark.parametrize("fast", bandwidth.STREAMS)
+def test_the_faster_way_to_read_counts(fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is: it takes a millisecond, the other two."""
+    clock = [0.0]
+
+    class Module:
+        def read_streams(self, pool: Any, words: Any, streams: int) -> int:
+            clock[0] += 0.001 if streams == fast else 0.002
+            return 0
+
+    probe = bandwidth.ReadProbe(SMALL)
+    probe._pools[3] = (Module(), None)
+    monkeypatch.setattr("anyshard.bench.bandwidth.time.perf_counter", lambda: clock[0])
+    assert round(probe.rate(3)) == SMALL * 1000
 
 
 @needs_native

@@ -228,13 +228,20 @@ def test_logits_of_prompt_tokens_come_in_order(split: dict[str, int], wanted: in
     assert plain.tokens == outcome.tokens and plain.others == outcome.others
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 2)])
-def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
-    """Requests come while others decode; one is cancelled, its poisoned pages serve the next."""
+def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int, is_drawn: bool) -> None:
+    """Requests come while others decode; one is cancelled, its poisoned pages serve the next.
+
+    Drawn: each with a seed of its own, which ranks are told once.
+    """
     model = the_model("adversarial-9-3")
     served = model.served
     prompts = [model.prompt[:100], *neighbours(model)[8:12]]
     budget = [40, 9, 30, 12, 20]
+    sampling = [
+        msgspec.structs.replace(SEEDED, seed=90 + i) if is_drawn else GREEDY for i in range(5)
+    ]
     group = open_group(served, forked=False)
     cell = Cell(axis="tp", tp=tp, pp=pp)
     engine = Engine(
@@ -256,7 +263,12 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
     found: dict[int, list[bytes]] = {}
 
     def submit(index: int) -> None:
-        request = Request(prompt=prompts[index], max_tokens=budget[index], want_logits=True)
+        request = Request(
+            prompt=prompts[index],
+            max_tokens=budget[index],
+            sampling=sampling[index],
+            want_logits=True,
+        )
         found[engine.submit(request)] = []
 
     submit(0)
@@ -274,7 +286,13 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int) -> None:
     for index, rows in found.items():
         alone = Loaded.of(f"alone {index}", served, prompts[index])
         count = len(prompts[index])
-        outcome = run_cell(alone, Cell(axis="base", prompt_tokens=count, num_tokens=budget[index]))
+        cell = Cell(
+            axis="base",
+            prompt_tokens=count,
+            num_tokens=budget[index],
+            sampling=sampling[index],
+        )
+        outcome = run_cell(alone, cell)
         assert rows == [row.tobytes() for row in outcome.logits[: len(rows)]]
 
 

@@ -130,7 +130,9 @@ def remaining(num_leaves: int, cuts: list[int]) -> I32:
 
 
 @pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("cuts", [[5], [1], [3, 4], [2, 2, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
+@pytest.mark.parametrize(
+    "cuts", [[5], [7], [5, 7], [1], [3, 4], [2, 2, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
+)
 def test_spans_of_leaves_merge_to_the_unsplit_bits(body: str, cuts: list[int]) -> None:
     rng = np.random.default_rng(4)
     rows, num_outputs, num_inputs = 5, 37, 9 * 64 - 23
