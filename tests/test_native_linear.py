@@ -201,6 +201,34 @@ def test_reduce_merges_bias_and_residual_in_order(body: str) -> None:
             assert differing(got, x + total) == 0
 
 
+def test_reduce_of_fewer_rows_than_there_is_room_for() -> None:
+    """Nodes lie as far apart as the rows that are exchanged."""
+    rng = np.random.default_rng(7)
+    x, source = floats(rng, 5, 41), floats(rng, 2 * 5 * 41)
+    got = x.copy()
+    native.Reduce(pool(BODIES[0], 2), [source], [2], ints(0, 1), None, got, 41).run(3)
+    one, two = source[: 2 * 3 * 41].reshape(2, 3, 41)
+    assert differing(got[:3], x[:3] + (one + two)) == 0
+    assert differing(got[3:], x[3:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("floats_of", "counts", "merges", "message"),
+    [
+        ((80, 39), [2, 1], ints(0, 1, 1), "source 1 holds 39 floats; 40 are needed"),
+        ((80, 40), [2], ints(0, 1), "there are 2 sources, but 1 node counts"),
+        ((80, 40), [2, 1], ints(0, 1, 0), "the sum is incomplete"),
+        ((80, 40), [2, -1], ints(0), "a node count is out of range"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(
+    floats_of: tuple[int, ...], counts: list[int], merges: I32, message: str
+) -> None:
+    sources, x = [np.zeros(n, np.float32) for n in floats_of], np.zeros((5, 8), np.float32)
+    with pytest.raises(ValueError, match=message):
+        native.Reduce(pool(BODIES[0]), sources, counts, merges, None, x, 8)
+
+
 def test_empty_spans_write_nothing() -> None:
     out, empty = np.full(4, 7, np.float32), np.zeros((3, 0), np.float32)
     nothing = np.zeros(0, np.int32)
