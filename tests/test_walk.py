@@ -159,7 +159,7 @@ def test_an_exchange_in_a_walk_moves_and_counts_what_a_call_does(
 @needs_native
 @pytest.mark.parametrize("late", [None, 0, 1])
 def test_a_walk_goes_on_right_after_a_wait_that_took_long(late: int | None) -> None:
-    """With the next call, which is made and counted; an exchange in Python's hands is not."""
+    """With the next call; all are counted, also an exchange that Python has ended."""
     counted = [0, 0]
 
     def work(seat: Seat, comm: Comm, token: int) -> None:
@@ -179,9 +179,7 @@ def test_a_walk_goes_on_right_after_a_wait_that_took_long(late: int | None) -> N
         front.wait_result(front.send_frame(rows(1)))
         views = front.statuses()
     assert [view.wire_messages["reduce"] for view in views] == [2] * 2
-    for rank, number in enumerate(counted):
-        waited = late is not None and late != rank
-        assert 3 <= number <= (4 if waited else 5), "on a busy machine any wait may take long"
+    assert counted == [5, 5]
 
 
 @needs_native
