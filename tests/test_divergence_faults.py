@@ -277,9 +277,10 @@ class WrongGather(Worker):
 class WrongToken(Worker):
     """The sampler draws the next id after the first token."""
 
-    def _sample(self, sampled: Any, flags: Any, tokens: Any) -> Any:
-        logits = super()._sample(sampled, flags, tokens)
-        tokens[sampled] = (tokens[sampled] + 1) % self.config.vocab
+    def _sample(self, flags: list[int]) -> Any:
+        logits = super()._sample(flags)
+        sampled = self.drawn >= 0
+        self.drawn[sampled] = (self.drawn[sampled] + 1) % self.config.vocab
         return logits
 
 
@@ -297,10 +298,8 @@ class WrongPair(Worker):
     """TP index 1 sends a value that is not its best logit's, and wins with it."""
 
     def _best_here(self, index: int) -> Any:
-        best = super()._best_here(index)
-        if self.program.tp_index == 1:
-            best[0] += 1000
-        return best
+        value, token = super()._best_here(index)
+        return value + 1000 * (self.program.tp_index == 1), token
 
 
 def test_a_wrong_pair_is_named_by_the_rank_that_sent_it() -> None:

@@ -166,7 +166,7 @@ class OneBadLogit(Worker):
 
     where = 0
 
-    def _sample(self, flags: list[int]) -> F32 | None:
+    def _sample(self, flags: list[int]) -> list[F32]:
         self.is_turn = len(flags) == 2 and int(self.positions[0]) == 11
         return super()._sample(flags)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from anyshard.binder import Binder
 from anyshard.model import Op
 from anyshard.ops.exact import F32
-from anyshard.worker import Worker
+from anyshard.worker import ROW_SAMPLE, Worker
 
 Run = Callable[[int], None]
 PADDED_TO = 128  # rows
@@ -42,21 +39,20 @@ class LastRowsDropped(Worker):
 class PaddingWins(Worker):
     """Shards are padded with rows of zeros, and a padded row is drawn when all logits are below."""
 
-    def _sample(self, sampled: Any, flags: Any, tokens: Any) -> F32 | None:
-        logits = super()._sample(sampled, flags, tokens)
+    def _sample(self, flags: list[int]) -> list[F32]:
+        logits = super()._sample(flags)
         padded = [stop for start, stop in self.plan.layout.vocab if (stop - start) % PADDED_TO]
+        sampled = [row for row, flag in enumerate(flags) if flag & ROW_SAMPLE]
         if self.is_sampler and self.comm.tp > 1 and padded:
             for index, row in enumerate(sampled):
                 if self.logits_RV[index].max() < 0:
-                    tokens[row] = padded[0]
+                    self.drawn[row] = padded[0]
         return logits
 
 
 class LocalIds(Worker):
     """The (value, id) of a rank's best logit has the row's number on the rank."""
 
-    def _best_here(self, index: int) -> F32:
-        best = super()._best_here(index)
-        token = best[1:].view(np.int32)
-        token -= self.program.vocab[0]
-        return best
+    def _best_here(self, index: int) -> tuple[float, int]:
+        value, token = super()._best_here(index)
+        return value, token - self.program.vocab[0]
