@@ -21,13 +21,11 @@ Exits 4 where a step of one row is taxed by more than 5 %, or one of 256 by more
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, Final
@@ -319,20 +317,19 @@ def table(found: Mapping[str, Any]) -> str:
     for (name, _, count), by_threads in cells.items():
         shown = " | ".join(by_threads.get(threads, "") for threads in THREADS)
         lines.append(f"| {name} | {count} | {shown} |")
-    where = found["machine"]
     lines += [
         "",
-        f"Median (least–most) of {found['rounds']} interleaved rounds; {where['cpu']}, "
-        f"{where['cores']} cores, Linux {where['kernel']}; kernels {where['body']}; load "
-        f"{where['load_before']} before; {where['date']}; `python benchmarks/exactness_tax.py`.",
+        hf.measured(
+            found["machine"],
+            rounds=found["rounds"],
+            command="python benchmarks/exactness_tax.py",
+        ),
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="measured rounds, after a warm-up")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = hf.flags(__doc__, rounds=15)
     parser.add_argument("--quick", action="store_true", help="one round: does it run?")
     asked = parser.parse_args()
     rounds = 1 if asked.quick else asked.rounds

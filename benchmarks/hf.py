@@ -262,6 +262,23 @@ def shown(s: dict[str, float], form: str) -> str:
     return f"{s['median']:{form}} ({s['least']:{form}}–{s['most']:{form}})"
 
 
+def measured(where: dict[str, Any], *, rounds: int, command: str) -> str:
+    """The line below a table: how often, where and when."""
+    return (
+        f"Median (least–most) of {rounds} interleaved rounds; {where['cpu']}, {where['cores']} "
+        f"cores, Linux {where['kernel']}; kernels {where['body']}; load {where['load_before']} "
+        f"before; {where['date']}; `{command}`."
+    )
+
+
+def flags(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """What every benchmark takes."""
+    parser = argparse.ArgumentParser(description=str(doc).partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="measured, after one warm-up")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    return parser
+
+
 def table(found: dict[str, Any]) -> str:
     """Markdown, with the machine and the date below."""
 
@@ -290,9 +307,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one warm-up")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = flags(__doc__, rounds=7)
     parser.add_argument("--quick", action="store_true", help="one short round: does it run?")
     parser.add_argument("--peer-environment", type=Path, default=ROOT / ".venv-bench")
     asked = parser.parse_args()

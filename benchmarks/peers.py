@@ -16,7 +16,6 @@ Exits 4 where a ratio is below the least that is asked of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -242,9 +241,7 @@ def footer(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one warm-up")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = hf.flags(__doc__, rounds=7)
     parser.add_argument("--quick", action="store_true", help="one short round: does it run?")
     parser.add_argument("--environment", type=Path, default=hf.ROOT / ".venv-bench")
     asked = parser.parse_args()

@@ -12,11 +12,9 @@ Exits 4 where recording costs more than 3 % of decode speed by the median, or a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any, Final
 
 import hf
@@ -62,20 +60,19 @@ def table(found: dict[str, Any]) -> str:
         speeds = (hf.shown(each["plain"], ".1f"), hf.shown(each["recorded"], ".1f"))
         cost = hf.shown(each["cost"], ".1%")
         lines.append(f"| {each['task']}, {each['arm']} | {' | '.join(speeds)} | {cost} |")
-    where = found["machine"]
     lines += [
         "",
-        f"Median (least–most) of {found['rounds']} interleaved rounds; {where['cpu']}, "
-        f"{where['cores']} cores, Linux {where['kernel']}; kernels {where['body']}; load "
-        f"{where['load_before']} before; {where['date']}; `python benchmarks/recording.py`.",
+        hf.measured(
+            found["machine"],
+            rounds=found["rounds"],
+            command="python benchmarks/recording.py",
+        ),
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds, after one warm-up")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = hf.flags(__doc__, rounds=9)
     asked = parser.parse_args()
     load = os.getloadavg()[0]
     tokens = open_tokenizer(open_checkpoint(None)).encode(

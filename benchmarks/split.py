@@ -16,13 +16,11 @@ Exits 4 where a median breaks its bound, or a bit differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # before NumPy: we fork
@@ -219,17 +217,13 @@ def table(figures: list[Figure], where: dict[str, Any], *, rounds: int, command:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines += [
         "",
-        f"Median (least–most) of {rounds} interleaved rounds; {where['cpu']}, {where['cores']} "
-        f"cores, Linux {where['kernel']}; kernels {where['body']}; load {where['load_before']} "
-        f"before; {where['date']}; `{command}`.",
+        hf.measured(where, rounds=rounds, command=command),
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one warm-up")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = hf.flags(__doc__, rounds=7)
     parser.add_argument("--quick", action="store_true", help="one short round: does it run?")
     asked = parser.parse_args()
     load = os.getloadavg()[0]

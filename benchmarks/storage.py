@@ -11,7 +11,6 @@ Exits 4 where bfloat16 decodes less than 1.5 times as fast as float32, or a bit 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -61,9 +60,7 @@ def write_model(checkpoint: Checkpoint, directory: Path, kind: Kind) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one warm-up")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser = hf.flags(__doc__, rounds=7)
     asked = parser.parse_args()
     load = os.getloadavg()[0]
     checkpoint = open_checkpoint(None)
@@ -126,12 +123,13 @@ def table(found: dict[str, Any]) -> str:
             f"| {row['kind']}, {row['threads']} thread{plural} | {' | '.join(cells)} | "
             f"{hf.shown(row['ratio'], '.2f')} |"
         )
-    where = found["machine"]
     lines += [
         "",
-        f"Median (least–most) of {found['rounds']} interleaved rounds; {where['cpu']}, "
-        f"{where['cores']} cores, Linux {where['kernel']}; kernels {where['body']}; load "
-        f"{where['load_before']} before; {where['date']}; `python benchmarks/storage.py`.",
+        hf.measured(
+            found["machine"],
+            rounds=found["rounds"],
+            command="python benchmarks/storage.py",
+        ),
     ]
     return "\n".join(lines)
 

@@ -5,7 +5,6 @@ The twins are compiled in a slow test, by the folder that the benchmark uses too
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from benchmark_modules import benchmark
 
 from anyshard.ops import native_module
 
@@ -38,14 +38,8 @@ def gamma(count: int) -> float:
 
 @pytest.fixture
 def tax() -> Iterator[ModuleType]:
-    sys.path[:0] = PATHS
-    try:
-        yield importlib.import_module("exactness_tax")
-    finally:
-        for path in PATHS:
-            sys.path.remove(path)
-        for name in ("exactness_tax", "hf", "native"):
-            sys.modules.pop(name, None)
+    with benchmark("exactness_tax") as module:
+        yield module
 
 
 # --- figures --------------------------------------------------------------------------------------
