@@ -22,11 +22,11 @@ SECONDS = 120.0
 # (keys, words that must be on the screen before the next keys)
 SCRIPT = [
     ("anyshard chat -tp 2", "/help"),
-    ("What is the capital of France?", "tok/s · first token"),
-    ("And of Italy?", "Rome."),
+    ("What is the capital of Japan?", "tok/s · first token"),
+    ("And of Spain?", "Madrid."),
     ("Tell me a long story about a lighthouse.", "The story of"),
     ("C-c", "stays in the conversation"),
-    ("Say thank you in Italian.", "first token"),
+    ("Say thank you in Spanish.", "first token"),
     ("/save talk.json", "saved"),
     ("/rest", "/help lists"),
     ("C-d", "\n$"),

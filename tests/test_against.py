@@ -38,8 +38,8 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--prompt-tokens", "9"), "--prompt-tokens"),
         (("--tokens", "9"), "--tokens"),
         (("--deadline", "30"), "--deadline"),
-        (("--layouts", "tp2"), "a grid"),
-        (("--grid", "full"), "a grid"),
+        (("--layouts", "tp2"), "--layouts"),
+        (("--grid", "full"), "--grid"),
     ],
 )
 def test_flags_of_the_grid_have_no_place(

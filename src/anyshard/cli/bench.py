@@ -265,8 +265,8 @@ class _Bench:
         memory = (
             "the speed of memory was not measured: no native kernels, or no room"
             if probe is None
-            else f"of memory: the GB/s at which {probe.bytes >> 20} MiB were read every "
-            f"{SLICE_S:g} s, the faster of {' and '.join(map(str, STREAMS))} streams a thread"
+            else f"of memory: median share of the GB/s at which {probe.bytes >> 20} MiB were read "
+            f"every {SLICE_S:g} s, the faster of {' and '.join(map(str, STREAMS))} streams a thread"
         )
         return f"{figures}; {memory}\n{machine_text(machine)}"
 

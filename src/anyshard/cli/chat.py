@@ -40,7 +40,7 @@ HELP: Final = """\
 /system TEXT   set the system text, from the next question on; without TEXT, remove it
 /save FILE     write the conversation to FILE
 /load FILE     go on with the conversation in FILE
-/exit          leave, as Ctrl-D does
+/exit          leave, as Ctrl-D does; Ctrl-C at the prompt, twice, with exit code 130
 Ctrl-C stops an answer. A question that begins with / is typed with a space before it."""
 
 

@@ -378,7 +378,7 @@ def _cache_lines(cache: Facts) -> list[str]:
         folder = f"~{folder.removeprefix(home)}"
     reason = cache["not_kept"]
     return [
-        _row("cache", folder, f"{cache['images']} packed images of {size_text(cache['bytes'])}"),
+        _row("cache", folder, f"packed images: {cache['images']}, {size_text(cache['bytes'])}"),
         _row("", f"not this model's: {reason}" if reason else "this model's goes there"),
     ]
 

@@ -254,7 +254,8 @@ def _prompts_file(path: str) -> Iterator[tuple[str, int | None]]:
         if len(content) > MAX_PROMPTS_BYTES:
             raise ValueError(f"it holds more than {MAX_PROMPTS_BYTES} bytes")
     except (OSError, ValueError) as error:
-        raise OptionError(f"--prompts {path} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise OptionError(f"--prompts {path} cannot be read: {why}") from None
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         place = f"--prompts {path} line {number}"
         try:

@@ -27,7 +27,7 @@ __all__ = ["quantize"]
 
 
 def quantize(
-    model: Annotated[str, Parameter(show_env_var=False)],
+    model: Annotated[str | None, Parameter(show_env_var=False)] = None,
     out: Annotated[str | None, Parameter(show_env_var=False)] = None,
     /,
     *,
@@ -50,8 +50,8 @@ def quantize(
     # the variable of every verb's MODEL; here MODEL comes first and has none of its own
     name = os.environ.get("ANYSHARD_MODEL") if out is None else model
     target = model if out is None else out
-    if not target:
-        raise OptionError("OUT is empty; name a new folder")
+    if model is None or not target:
+        raise OptionError("OUT is missing; name a new folder: anyshard quantize [MODEL] OUT")
     if out is None and _is_something(Path(model)):
         raise OptionError(f"OUT is missing: {model} exists; name it, and then a new folder")
     start_s = time.monotonic()

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -174,7 +174,7 @@ def verify(
             ("--report", report is not None), ("--in-process", in_process),
             ("--prompt-tokens", prompt_tokens is not None), ("--tokens", tokens is not None),
             ("--deadline", deadline is not None),
-            ("a grid", cells != GridFlags()),
+            *((f"--{each.name}", getattr(cells, each.name) is not None) for each in fields(cells)),
         ) if is_used]  # fmt: skip
         if used:
             raise OptionError(f"--against {against} runs no cells, so {used[0]} has no place there")
