@@ -10,8 +10,8 @@ J keys (positions 0..p), G KV heads here, d head dim, V vocabulary rows here.
 
 A file holds, of a row: `trail` [L+1, D] (residual at the start of the stage, and after each of
 its layers), `table` (token, position, slot as this rank has them), `hop_out`, `hop_in`, `x_send`
-[D]; of the layer: `x_in`, `q`, `keys`, `values` [J, G, d], `attention`, `ffn`, `x_o`, `x_down`,
-and for o and down `nodes_*` [n, D] after the linear, `published_*` as the exchange began,
+[D]; of the layer: `x_in`, `q`, `keys`, `values` [J, G, ..] (as `packed_row` gives them),
+`attention`, `ffn`, `x_o`, `x_down`, and for o and down `nodes_*` [n, D] after the linear, `published_*` as the exchange began,
 `received_*_<tp>` as it ended and `read_*_<tp>` once the reduce was over; of a sampled row
 `x_head`, `logits` [V], `published_logits`, `received_logits_<tp>`, `gathered`; where nobody wants
 logits, `pair` (value and bits of the id of this rank's best one, as it is sent).
@@ -31,6 +31,7 @@ from anyshard.comm.base import Comm, CommKind, Counters, Exchange, FloatArray
 from anyshard.comm.control import Frame
 from anyshard.kv import KvCache
 from anyshard.model import Op, Program
+from anyshard.ops.kv_pages import packed_row
 
 __all__ = ["Arrays", "Capture", "Tap", "TappedComm", "read_capture"]
 
@@ -209,12 +210,11 @@ class Tap:
         """Keys and values up to the row's position, through the rank's own page table."""
         assert self.capture.position is not None
         count = self.capture.position + 1
-        block = self.program.profile.kv_block
-        pages = worker.page_table[self.capture.slot, : -(-count // block)]
-        keys, values = worker.kv.keys(layer)[pages], worker.kv.values(layer)[pages]
-        shape = (-1, keys.shape[1], keys.shape[2])
-        self.found["keys"] = keys.transpose(0, 3, 1, 2).reshape(shape)[:count].copy()
-        self.found["values"] = values.transpose(0, 2, 1, 3).reshape(shape)[:count].copy()
+        block, table = self.program.profile.kv_block, worker.page_table[self.capture.slot]
+        places = [(int(table[j // block]), j % block) for j in range(count)]
+        for name, cache in (("keys", worker.kv.keys(layer)), ("values", worker.kv.values(layer))):
+            rows = [packed_row(cache, *place, keys=name == "keys") for place in places]
+            self.found[name] = np.stack(rows)
 
     def _after(self, worker: Tapped, op: Op) -> None:
         if op.kind in ("embed", "receive"):

@@ -22,6 +22,7 @@ __all__ = [
     "LEAF",
     "MAX_HEAD_DIM",
     "Arithmetic",
+    "KvType",
     "Llama3Scaling",
     "ModelConfig",
     "Profile",
@@ -34,6 +35,7 @@ __all__ = [
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 Arithmetic = Literal["f32", "int8"]
+KvType = Literal["f32", "int8"]
 Quantization = Literal["auto", "none", "int8"]
 
 MAX_HEAD_DIM = 256  # of the native attention
@@ -134,7 +136,7 @@ class Profile:
     """
 
     arithmetic: Arithmetic = "f32"
-    kv: Literal["f32"] = "f32"
+    kv: KvType = "f32"
     wire: Literal["none"] = "none"
     leaf: int = LEAF
     kv_block: int = 32
@@ -143,8 +145,8 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """Short form for people, such as `f32`."""
-        return self.arithmetic
+        """Short form for people: `f32`, `int8`, with int8 KV `f32+kv8` and `int8+kv8`."""
+        return self.arithmetic if self.kv == "f32" else f"{self.arithmetic}+kv8"
 
     def sha256(self) -> str:
         """Hash of all fields, hex."""

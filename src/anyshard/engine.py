@@ -6,6 +6,7 @@ again. Knows nothing of text: stop strings and detokenising are the caller's, th
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.comm.base import CommKind
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, Result
-from anyshard.config import INT8_LEAF, Arithmetic, ModelConfig, Profile
+from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile
 from anyshard.errors import PromptTooLong
 from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
 from anyshard.fidelity.weights import weights_sha256
@@ -84,9 +85,9 @@ def int8_profile() -> Profile:
     return Profile(arithmetic="int8", leaf=INT8_LEAF, constants_sha256=constants_sha256())
 
 
-def profile_of(arithmetic: Arithmetic) -> Profile:
-    """The profile of that arithmetic."""
-    return int8_profile() if arithmetic == "int8" else f32_profile()
+def profile_of(arithmetic: Arithmetic, kv: KvType = "f32") -> Profile:
+    """The profile of that arithmetic and KV (`ops/kv_pages.py`)."""
+    return dataclasses.replace(int8_profile() if arithmetic == "int8" else f32_profile(), kv=kv)
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -113,6 +114,7 @@ def loader(
     cache: ImageCache | None = None,
     record: bool = False,
     arithmetic: Arithmetic = "f32",
+    kv: KvType = "f32",
 ) -> Callable[[Progress], tuple[object, bytes]]:
     """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
 
@@ -127,7 +129,7 @@ def loader(
         )
         sha256 = weights_sha256(image, threads=threads) if record else ""
         report = LoadReport(note.encode("utf-8", "replace").decode(), sha256)
-        return Served(checkpoint.config, profile_of(arithmetic), image), report.encoded()
+        return Served(checkpoint.config, profile_of(arithmetic, kv), image), report.encoded()
 
     return load
 

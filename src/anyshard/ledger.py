@@ -93,4 +93,4 @@ def step_weight_bytes(program: Program) -> int:
 
 def step_kv_bytes(program: Program, *, keys: int) -> int:
     """KV bytes that attention reads in a step; `keys` = keys seen, summed over its rows."""
-    return FLOAT_BYTES * keys * sum(op.kv_floats_per_key for op in program.ops)
+    return keys * sum(op.kv_bytes_per_key for op in program.ops)

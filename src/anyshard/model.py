@@ -16,6 +16,7 @@ from typing import Literal
 
 from anyshard.config import ModelConfig, Profile
 from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
+from anyshard.ops.kv_pages import page_bytes
 from anyshard.ops.storage import Q8_INPUTS, Storage, stored_bytes
 from anyshard.replicas import Replica, replicas_of
 
@@ -118,10 +119,11 @@ class Sum:
 class Op:
     """One bound call of a step.
 
-    outputs: floats a row writes. flop, kv_floats: per row; an attention row adds them for
-    every key it sees. wire_floats: what a row (for logits: a sampled row) puts on the wire, per
-    receiver, padding included. points: what a digest op hashes here, outputs of the ops before it;
-    replicas: and of what other ranks hold too. A name is `layers.3.o_proj`, or `head`.
+    outputs: floats a row writes. flop: per row; an attention row adds flop_per_key, and reads
+    kv_bytes_per_key, for every key it sees. wire_floats: what a row (for logits: a sampled row)
+    puts on the wire, per receiver, padding included. points: what a digest op hashes here, outputs
+    of the ops before it; replicas: and of what other ranks hold too. A name is `layers.3.o_proj`,
+    or `head`.
     """
 
     kind: OpKind
@@ -131,7 +133,7 @@ class Op:
     sum: Sum = Sum()
     flop: int = 0
     flop_per_key: int = 0
-    kv_floats_per_key: int = 0
+    kv_bytes_per_key: int = 0
     wire_floats: int = 0
     receivers: int = 0
     points: tuple[DigestPoint, ...] = ()
@@ -283,6 +285,7 @@ class _Builder:
     ) -> None:
         self.config = config
         self.is_int8 = profile.arithmetic == "int8"
+        self.kv_bytes = 2 * page_bytes(profile.kv, config.head_dim) // profile.kv_block
         self.storage = storage
         self.layout = layout
         self.tp_index = tp_index = layout.coordinates(rank)[1]
@@ -365,7 +368,7 @@ class _Builder:
                     layer=layer,
                     outputs=num_heads * d,
                     flop_per_key=4 * num_heads * d,
-                    kv_floats_per_key=2 * num_kv_heads * d,
+                    kv_bytes_per_key=self.kv_bytes * num_kv_heads,
                 )
             )
         ops += self._row_parallel(

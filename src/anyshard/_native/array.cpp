@@ -3,6 +3,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "half.h"
+
 namespace anyshard {
 namespace {
 
@@ -138,6 +140,67 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
           std::string(name) + " must be panels with strides (any, " + std::to_string(inner) + ", " +
               std::to_string(view_.itemsize) + ") bytes");
   stride_ = static_cast<size_t>(stride);
+}
+
+namespace {
+
+int64_t scale_rows(int64_t head_dim) { return 2 * ((head_dim + kKvGroup - 1) / kKvGroup); }
+
+// The head_dim whose int8 page has that many rows, or 0.
+int64_t head_dim_of(int64_t rows) {
+  for (int64_t dims = 8; dims <= kMaxHeadDim; dims += 8) {
+    if (dims + scale_rows(dims) == rows) return dims;
+  }
+  return 0;
+}
+
+}  // namespace
+
+KvPages::KvPages(PyObject* object, const char* name, bool keys, int64_t head_dim, bool writable)
+    : keys_(keys) {
+  acquire(object, name, "float32 or int8", writable);
+  const bool is_int8 = format() == 'b' && view_.itemsize == 1;
+  require(is_int8 || (format() == 'f' && view_.itemsize == 4),
+          std::string(name) + " must be of float32 or int8, its format is '" +
+              (view_.format != nullptr ? view_.format : "B") + "'");
+  storage_ = is_int8 ? KvStorage::kInt8 : KvStorage::kFloat32;
+  if (head_dim == kAny) {
+    require(view_.ndim == 4,
+            std::string(name) + " has shape " + shape_text() + "; four dimensions are needed");
+    head_dim = is_int8 ? head_dim_of(size(2)) : size(keys ? 2 : 3);
+  }
+  require(head_dim > 0, std::string(name) + " has shape " + shape_text() +
+                            ", which no head_dim gives to pages of int8");
+  head_dim_ = head_dim;
+  if (is_int8) {
+    check_shape(name, {kAny, kAny, head_dim + scale_rows(head_dim), kBlock});
+  } else if (keys) {
+    check_shape(name, {kAny, kAny, head_dim, kBlock});
+  } else {
+    check_shape(name, {kAny, kAny, kBlock, head_dim});
+  }
+  require(head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
+          "head_dim is " + std::to_string(head_dim) + "; a multiple of 8 up to 256 is needed");
+  require(PyBuffer_IsContiguous(&view_, 'C') != 0, std::string(name) + " must be C-contiguous");
+}
+
+void KvPages::read_row(int64_t page, int64_t kv_head, int64_t lane, float* out) const {
+  const uint8_t* place = head(page, kv_head);
+  for (int64_t d = 0; d < head_dim_; ++d) {
+    const int64_t at = keys_ ? d * kBlock + lane : lane * head_dim_ + d;
+    if (storage_ == KvStorage::kFloat32) {
+      std::memcpy(out + d, place + 4 * at, sizeof(float));
+    } else {
+      const uint8_t* scale = place + head_dim_ * kBlock + 2 * (d / kKvGroup * kBlock + lane);
+      out[d] = static_cast<float>(static_cast<int8_t>(place[at])) * widen_half(read_half(scale));
+    }
+  }
+}
+
+void require_alike(const KvPages& keys, const KvPages& values) {
+  require(keys.storage() == values.storage() && keys.num_pages() == values.num_pages() &&
+              keys.num_heads() == values.num_heads() && keys.head_dim() == values.head_dim(),
+          "k_cache and v_cache differ in type, pages, heads or head_dim");
 }
 
 bool holds_int8(PyObject* panels) {

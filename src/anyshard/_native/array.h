@@ -65,6 +65,38 @@ class Panels : public Array {
   size_t stride_ = 0;
 };
 
+// The K or V pages of one layer: [pages, KV heads, d, 32] (K) or [.., 32, d] (V) of float32, or
+// [.., d + 2 * (d / 32, rounded up), 32] of int8 (kernels.h, KvStorage).
+class KvPages : public Array {
+ public:
+  // head_dim kAny: of the array.
+  KvPages(PyObject* object, const char* name, bool keys, int64_t head_dim, bool writable = false);
+
+  KvStorage storage() const { return storage_; }
+  int64_t num_pages() const { return size(0); }
+  int64_t num_heads() const { return size(1); }
+  int64_t head_dim() const { return head_dim_; }
+  size_t head_bytes() const { return kv_page_bytes(storage_, head_dim_); }
+  size_t page_bytes() const { return static_cast<size_t>(num_heads()) * head_bytes(); }
+  const uint8_t* head(int64_t page, int64_t kv_head) const {
+    return bytes() + static_cast<size_t>(page) * page_bytes() +
+           static_cast<size_t>(kv_head) * head_bytes();
+  }
+  uint8_t* writable_head(int64_t page, int64_t kv_head) const {
+    return const_cast<uint8_t*>(head(page, kv_head));
+  }
+  // K or V of one key, widened.
+  void read_row(int64_t page, int64_t kv_head, int64_t lane, float* out) const;
+
+ private:
+  bool keys_;
+  KvStorage storage_ = KvStorage::kFloat32;
+  int64_t head_dim_ = 0;
+};
+
+// Throws std::invalid_argument unless `values` are pages of the same kind and sizes as `keys`.
+void require_alike(const KvPages& keys, const KvPages& values);
+
 // Whether they are of int8 arithmetic.
 bool holds_int8(PyObject* panels);
 

@@ -1,5 +1,6 @@
 // Attention over pages of 32 tokens: eight interleaved stripes with an integer maximum each,
-// merged by a fixed tree. K pages are [d][32] (lane = key), V pages are [32][d].
+// merged by a fixed tree. K pages are [d][32] (lane = key), V pages are [32][d]; in int8 the scales
+// of each 32 dims, [d / 32][32 keys], come after them (kernels.h, KvStorage).
 //
 // A state is kStateHeader floats (M as int bits, l, out-of-range flag as int bits) and o[d].
 #pragma once
@@ -25,61 +26,104 @@ ANYSHARD_INLINE void write_header(float* state, StateHeader header) {
   __builtin_memcpy(state, &header, sizeof header);
 }
 
+// An element of a page as a kernel reads it: eight of them widened, how many dims have a scale of
+// their own (float32: all of them, and none), the bytes of one.
+struct FloatElement {
+  static constexpr int kBytes = 4;
+  static constexpr int kDims = kMaxHeadDim;
+  static constexpr bool kScaled = false;
+  static ANYSHARD_INLINE Vec get(const uint8_t* p) {
+    return load(reinterpret_cast<const float*>(p));
+  }
+};
+struct Int8Element {
+  static constexpr int kBytes = 1;
+  static constexpr int kDims = kKvGroup;
+  static constexpr bool kScaled = true;
+  static ANYSHARD_INLINE Vec get(const uint8_t* p) { return load_int8(p); }
+};
+
 // Scores of Pairs queries against the 32 keys of a page, and probability-weighted sums of values:
 // register tiles of pairs x vectors, indices named at compile time (see tile.h). Both ask for
-// the next page (`next` floats on) as they go.
-template <int Pairs, bool Asks>
+// the next page (`next` bytes on) as they go.
+template <int Pairs, typename Element, bool Asks>
 struct ScoreTile {
   using PairIndices = typename CountTo<Pairs>::type;
   using Tile4 = Tile<Pairs, 4>;
 
   template <int... R>
-  static ANYSHARD_INLINE void run(const Pair* pairs, const float* keys, ptrdiff_t next,
+  static ANYSHARD_INLINE void run(const Pair* pairs, const uint8_t* keys, ptrdiff_t next,
                                   int head_dim, float* scores, Sequence<R...> rows) {
     constexpr typename CountTo<4>::type vectors{};
     constexpr typename CountTo<Pairs * 4>::type all{};
     const float* q[Pairs] = {pairs[R].query...};
-    Vec acc[Pairs * 4];
-    Tile4::clear(acc, all);
-    for (int d = 0; d < head_dim; ++d) {
-      if (Asks) __builtin_prefetch(keys + next);
-      if (Asks) __builtin_prefetch(keys + next + kLineFloats);
-      step(acc, q, keys, d, rows, vectors);
-      keys += kBlock;
+    const uint8_t* scales = keys + head_dim * kBlock * Element::kBytes;
+    for (int first = 0; first < head_dim; first += Element::kDims, scales += 2 * kBlock) {
+      const int rest = head_dim - first;
+      const int stop = first + (rest < Element::kDims ? rest : Element::kDims);
+      Vec acc[Pairs * 4];
+      Tile4::clear(acc, all);
+      for (int d = first; d < stop; ++d) {
+        if (Asks) __builtin_prefetch(keys + next);
+        if (Asks) __builtin_prefetch(keys + next + kLineFloats * 4);
+        step(acc, q, keys, d, rows, vectors);
+        keys += kBlock * Element::kBytes;
+      }
+      if (Element::kScaled) {
+        (add_scaled<R>(acc, scales, first == 0, scores, vectors), ...);
+      } else {
+        Tile4::push(acc, scores, all);
+      }
     }
-    Tile4::push(acc, scores, all);
   }
 
   template <int... R, int... V>
   static ANYSHARD_INLINE void step(Vec (&acc)[Pairs * 4], const float* const (&q)[Pairs],
-                                   const float* keys, int d, Sequence<R...> rows, Sequence<V...>) {
+                                   const uint8_t* keys, int d, Sequence<R...> rows,
+                                   Sequence<V...>) {
     const Vec queries[Pairs] = {broadcast(q[R][d])...};
-    (vector_step<V>(acc, queries, load(keys + V * kLanes), rows), ...);
+    (vector_step<V>(acc, queries, Element::get(keys + V * kLanes * Element::kBytes), rows), ...);
   }
   template <int V, int... R>
   static ANYSHARD_INLINE void vector_step(Vec (&acc)[Pairs * 4], const Vec (&queries)[Pairs],
                                           Vec keys, Sequence<R...>) {
     ((acc[R * 4 + V] = fma(queries[R], keys, acc[R * 4 + V])), ...);
   }
+  // scores = the chain of these dims times their scale, plus what is there (first: +0).
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void add_scaled(const Vec (&acc)[Pairs * 4], const uint8_t* scales,
+                                         bool first, float* scores, Sequence<V...>) {
+    float* row = scores + Row * kBlock;
+    (store(row + V * kLanes, fma(acc[Row * 4 + V], load_float16(scales + 2 * V * kLanes),
+                                 first ? zero() : load(row + V * kLanes))),
+     ...);
+  }
 };
 
-template <int Pairs, int Vectors, bool Asks>
+// What the values of a page are multiplied with: of pair r and dim d, w + r * 32 + (d / 32) *
+// `group` is one factor a key.
+struct ValueWeights {
+  const float* w;
+  ptrdiff_t group;
+};
+
+template <int Pairs, int Vectors, typename Element, bool Asks>
 struct ValueTile {
   using PairTile = Tile<Pairs, Vectors>;
 
   // o[dims of the tile] = o * factor, then one chain over keys [0, count).
   template <int... R, int... V>
-  static ANYSHARD_INLINE void run(const float* values, ptrdiff_t next, int head_dim,
+  static ANYSHARD_INLINE void run(const uint8_t* values, ptrdiff_t next, int head_dim,
                                   const float* weights, const float* factors, int count, float* out,
                                   size_t stride, Sequence<R...>, Sequence<V...> vectors) {
     Vec acc[Pairs * Vectors];
     (scale_row<R>(acc, out + R * stride, broadcast(factors[R]), vectors), ...);
     for (int j = 0; j < count; ++j) {
       if (Asks) __builtin_prefetch(values + next);
-      if (Asks && Vectors > 2) __builtin_prefetch(values + next + kLineFloats);
-      const Vec v[Vectors] = {load(values + V * kLanes)...};
+      if (Asks && Vectors > 2) __builtin_prefetch(values + next + kLineFloats * 4);
+      const Vec v[Vectors] = {Element::get(values + V * kLanes * Element::kBytes)...};
       (PairTile::template row_step<R>(acc, v, broadcast(weights[R * kBlock + j]), vectors), ...);
-      values += head_dim;
+      values += head_dim * Element::kBytes;
     }
     (store_row<R>(acc, out + R * stride, vectors), ...);
   }
@@ -95,28 +139,44 @@ struct ValueTile {
   }
 };
 
-template <int Pairs, int Vectors, bool Asks>
-inline __attribute__((noinline)) void add_value_tile(const float* values, ptrdiff_t next,
+template <int Pairs, int Vectors, typename Element, bool Asks>
+inline __attribute__((noinline)) void add_value_tile(const uint8_t* values, ptrdiff_t next,
                                                      int head_dim, const float* weights,
                                                      const float* factors, int count, float* out,
                                                      size_t stride) {
-  ValueTile<Pairs, Vectors, Asks>::run(values, next, head_dim, weights, factors, count, out, stride,
-                                       typename CountTo<Pairs>::type{},
-                                       typename CountTo<Vectors>::type{});
+  ValueTile<Pairs, Vectors, Element, Asks>::run(values, next, head_dim, weights, factors, count,
+                                                out, stride, typename CountTo<Pairs>::type{},
+                                                typename CountTo<Vectors>::type{});
 }
 
 // All head_dim outputs of Pairs states, four vectors of dims at a time.
-template <int Pairs, bool Asks>
-inline void add_values(const float* values, ptrdiff_t next, int head_dim, const float* weights,
+template <int Pairs, typename Element, bool Asks>
+inline void add_values(const uint8_t* values, ptrdiff_t next, int head_dim, ValueWeights weights,
                        const float* factors, int count, float* out, size_t stride) {
   int d = 0;
-  for (; d + 32 <= head_dim; d += 32) {
-    add_value_tile<Pairs, 4, Asks>(values + d, next, head_dim, weights, factors, count, out + d,
-                                   stride);
+  for (; d + kKvGroup <= head_dim; d += kKvGroup) {
+    add_value_tile<Pairs, 4, Element, Asks>(values + d * Element::kBytes, next, head_dim,
+                                            weights.w + d / kKvGroup * weights.group, factors,
+                                            count, out + d, stride);
   }
   for (; d + 8 <= head_dim; d += 8) {
-    add_value_tile<Pairs, 1, Asks>(values + d, next, head_dim, weights, factors, count, out + d,
-                                   stride);
+    add_value_tile<Pairs, 1, Element, Asks>(values + d * Element::kBytes, next, head_dim,
+                                            weights.w + d / kKvGroup * weights.group, factors,
+                                            count, out + d, stride);
+  }
+}
+
+// scaled[group][pair][32] = probabilities times the scales of each group of a V page.
+template <int Pairs>
+inline void scale_weights(const float* scores, const uint8_t* scales, int head_dim, float* scaled) {
+  for (int first = 0; first < head_dim; first += kKvGroup, scales += 2 * kBlock) {
+    for (int v = 0; v < kBlock; v += kLanes) {
+      const Vec scale = load_float16(scales + 2 * v);
+      for (int r = 0; r < Pairs; ++r) {
+        store(scaled + r * kBlock + v, mul(load(scores + r * kBlock + v), scale));
+      }
+    }
+    scaled += Pairs * kBlock;
   }
 }
 
@@ -161,42 +221,52 @@ inline float update_header(float* scores, int num_visible, float* state) {
 }
 
 // One page for Pairs consecutive pairs; every pair sees `num_visible[r]` of its keys.
-template <int Pairs, bool Asks>
-inline __attribute__((noinline)) void visit_page(const Pair* pairs, bool is_last, const float* keys,
-                                                 const float* values, ptrdiff_t next, int head_dim,
-                                                 float* states, size_t stride) {
+template <int Pairs, typename Element, bool Asks>
+inline __attribute__((noinline)) void visit_page(const Pair* pairs, bool is_last,
+                                                 const uint8_t* keys, const uint8_t* values,
+                                                 ptrdiff_t next, int head_dim, float* states,
+                                                 size_t stride) {
   alignas(32) float scores[Pairs * kBlock];
+  alignas(32) float scaled[Element::kScaled ? Pairs * kBlock * kMaxHeadDim / kKvGroup : 1];
   float factors[Pairs];
-  ScoreTile<Pairs, Asks>::run(pairs, keys, next, head_dim, scores, typename CountTo<Pairs>::type{});
+  ScoreTile<Pairs, Element, Asks>::run(pairs, keys, next, head_dim, scores,
+                                       typename CountTo<Pairs>::type{});
   int common = kBlock;
   for (int r = 0; r < Pairs; ++r) {
     const int visible = is_last ? pairs[r].num_visible : kBlock;
     factors[r] = update_header(scores + r * kBlock, visible, states + r * stride);
     if (visible < common) common = visible;
   }
+  ValueWeights weights{scores, 0};
+  if (Element::kScaled) {
+    scale_weights<Pairs>(scores, values + head_dim * kBlock * Element::kBytes, head_dim, scaled);
+    weights = {scaled, Pairs * kBlock};
+  }
   float* out = states + kStateHeader;
-  add_values<Pairs, Asks>(values, next, head_dim, scores, factors, common, out, stride);
+  add_values<Pairs, Element, Asks>(values, next, head_dim, weights, factors, common, out, stride);
   for (int r = 0; is_last && r < Pairs; ++r) {
     const int rest = pairs[r].num_visible - common;
     if (rest == 0) continue;
     const float one = 1.0f;  // o * 1 keeps the bits: the chain goes on
-    add_values<1, false>(values + common * head_dim, 0, head_dim, scores + r * kBlock + common,
-                         &one, rest, out + r * stride, stride);
+    add_values<1, Element, false>(values + common * head_dim * Element::kBytes, 0, head_dim,
+                                  {weights.w + r * kBlock + common, weights.group}, &one, rest,
+                                  out + r * stride, stride);
   }
 }
 
-using VisitFunction = void (*)(const Pair*, bool, const float*, const float*, ptrdiff_t, int,
+using VisitFunction = void (*)(const Pair*, bool, const uint8_t*, const uint8_t*, ptrdiff_t, int,
                                float*, size_t);
 
-// [asks for the next page][pairs - 1]
-constexpr VisitFunction kVisits[2][3] = {
-    {visit_page<1, false>, visit_page<2, false>, visit_page<3, false>},
-    {visit_page<1, true>, visit_page<2, true>, visit_page<3, true>},
+// [pairs - 1]
+template <typename Element, bool Asks>
+struct Visits {
+  static constexpr VisitFunction kOf[3] = {
+      visit_page<1, Element, Asks>, visit_page<2, Element, Asks>, visit_page<3, Element, Asks>};
 };
 
 // From a page to the one that the stripe visits after it, asked for while this one is computed: 0
 // at the stripe's end.
-inline ptrdiff_t floats_to_next_page(const AttentionUnit& unit, int block) {
+inline ptrdiff_t bytes_to_next_page(const AttentionUnit& unit, int block) {
   if (block + kStripes > unit.last_block) return 0;
   const ptrdiff_t pages = ptrdiff_t{unit.pages[block + kStripes]} - unit.pages[block];
   return pages * static_cast<ptrdiff_t>(unit.page_stride);
@@ -205,13 +275,18 @@ inline ptrdiff_t floats_to_next_page(const AttentionUnit& unit, int block) {
 inline void visit_block(const AttentionUnit& unit, int block, ptrdiff_t next, float* states) {
   const size_t stride = static_cast<size_t>(unit.head_dim) + kStateHeader;
   const size_t page = static_cast<size_t>(unit.pages[block]) * unit.page_stride;
+  const bool is_int8 = unit.storage == KvStorage::kInt8;
   for (int r = 0; r < unit.num_pairs; r += 3) {
     const int pairs = unit.num_pairs - r < 3 ? unit.num_pairs - r : 3;
     // of a stripe only the first tile asks (Zen 3: one row +20..40 % beyond the caches, a chunk of
     // rows no loss); a row that is alone does not (Zen 4: -25 %)
-    kVisits[r == 0 && next != 0][pairs - 1](
-        unit.pairs + r, block == unit.last_block, unit.k_head + page, unit.v_head + page, next,
-        unit.head_dim, states + static_cast<size_t>(r) * stride, stride);
+    const bool asks = r == 0 && next != 0;
+    const VisitFunction* visits = is_int8 ? Visits<Int8Element, false>::kOf
+                                  : asks  ? Visits<FloatElement, true>::kOf
+                                          : Visits<FloatElement, false>::kOf;
+    visits[pairs - 1](unit.pairs + r, block == unit.last_block, unit.k_head + page,
+                      unit.v_head + page, next, unit.head_dim,
+                      states + static_cast<size_t>(r) * stride, stride);
   }
 }
 
@@ -234,7 +309,7 @@ inline void attention_stripe(const AttentionUnit& unit, int stripe, float* state
   const int first = stripe_of(stripe);
   open_states(unit, first > unit.last_block, states);
   for (int block = first; block <= unit.last_block; block += kStripes) {
-    visit_block(unit, block, floats_to_next_page(unit, block), states);
+    visit_block(unit, block, bytes_to_next_page(unit, block), states);
   }
 }
 

@@ -20,24 +20,22 @@ Attention::Attention(Pool& pool, const Arguments& a)
     : pool_(pool),
       head_dim_(a.head_dim),
       q_(a.q, "q", Element::kFloat, {kAny, kAny}),
-      k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, a.head_dim, kBlock}),
-      v_cache_(a.v_cache, "v_cache", Element::kFloat,
-               {k_cache_.size(0), k_cache_.size(1), kBlock, a.head_dim}),
-      paged_(a.page_table, a.row_slot, a.positions, q_.size(0), k_cache_.size(0), INT32_MAX),
+      k_cache_(a.k_cache, "k_cache", true, a.head_dim),
+      v_cache_(a.v_cache, "v_cache", false, a.head_dim),
+      paged_(a.page_table, a.row_slot, a.positions, q_.size(0), k_cache_.num_pages(), INT32_MAX),
       kv_head_of_(a.kv_head_of, "kv_head_of", Element::kInt, {kAny}),
       out_(a.out, "out", Element::kFloat, {q_.size(0), kv_head_of_.size(0) * a.head_dim}, true),
       row_fault_(a.row_fault, "row_fault", Element::kInt, {q_.size(0)}, true),
       fault_code_(a.fault_code),
       state_floats_(static_cast<size_t>(a.head_dim) + kStateHeader) {
-  require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
-          "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
+  require_alike(k_cache_, v_cache_);
   require(q_.size(1) == out_.size(1), "q and out have different widths");
   require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
   const int num_heads = static_cast<int>(kv_head_of_.size(0));
   for (int head = 0; head < num_heads; ++head) {
     const int kv_head = kv_head_of_.ints()[head];
     const int before = head > 0 ? kv_head_of_.ints()[head - 1] : 0;
-    require(kv_head >= before && kv_head < k_cache_.size(1),
+    require(kv_head >= before && kv_head < k_cache_.num_heads(),
             "kv_head_of must not decrease and must name KV heads of the cache");
     const bool same =
         head > 0 && kv_head == before && head - head_groups_.back().head_start < kMaxPairs;
@@ -73,11 +71,11 @@ void Attention::list_units(int rows) {
 
 AttentionUnit Attention::describe(const Unit& unit) const {
   AttentionUnit result;
-  const size_t head_floats = static_cast<size_t>(head_dim_) * kBlock;
-  const size_t kv_head = static_cast<size_t>(kv_head_of_.ints()[unit.head_start]);
-  result.k_head = k_cache_.floats() + kv_head * head_floats;
-  result.v_head = v_cache_.floats() + kv_head * head_floats;
-  result.page_stride = static_cast<size_t>(k_cache_.size(1)) * head_floats;
+  const int64_t kv_head = kv_head_of_.ints()[unit.head_start];
+  result.k_head = k_cache_.head(0, kv_head);
+  result.v_head = v_cache_.head(0, kv_head);
+  result.storage = k_cache_.storage();
+  result.page_stride = k_cache_.page_bytes();
   result.pages = paged_.pages(unit.row_start);
   result.last_block = paged_.position(unit.row_start) / kBlock;
   result.head_dim = head_dim_;

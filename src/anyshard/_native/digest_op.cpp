@@ -60,21 +60,20 @@ void Digest::run_row(const Kernels& kernels, int row) const {
 
 DigestKv::DigestKv(Pool& pool, const Arguments& a)
     : pool_(pool),
-      k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, kAny, kBlock}),
-      v_cache_(a.v_cache, "v_cache", Element::kFloat,
-               {k_cache_.size(0), k_cache_.size(1), kBlock, k_cache_.size(2)}),
+      k_cache_(a.k_cache, "k_cache", true, kAny),
+      v_cache_(a.v_cache, "v_cache", false, kAny),
       keys_(a.keys, "keys", Element::kInt, {kAny}),
       out_(a.out, "out", Element::kWord64, {kAny, kAny}, true),
-      paged_(a.page_table, a.row_slot, a.positions, out_.size(0), k_cache_.size(0), INT_MAX),
+      paged_(a.page_table, a.row_slot, a.positions, out_.size(0), k_cache_.num_pages(), INT_MAX),
       first_head_(a.first_head),
       stop_head_(a.stop_head),
       first_(a.first),
       column_(a.column) {
-  require(0 <= first_head_ && first_head_ <= stop_head_ && stop_head_ <= k_cache_.size(1),
+  require_alike(k_cache_, v_cache_);
+  require(0 <= first_head_ && first_head_ <= stop_head_ && stop_head_ <= k_cache_.num_heads(),
           "the heads are not of this cache");
-  require(k_cache_.size(2) <= kMaxHeadDim, "head_dim is too large");
   check_place("the column of v", column_ + 1, out_.size(1));
-  check_span(keys_, first_, (stop_head_ - first_head_) * k_cache_.size(2));
+  check_span(keys_, first_, (stop_head_ - first_head_) * k_cache_.head_dim());
 }
 
 void DigestKv::run(int rows) {
@@ -83,26 +82,25 @@ void DigestKv::run(int rows) {
   const auto work = [&](const Thread& thread, int, int start, int stop) {
     for (int row = start; row < stop; ++row) run_row(thread.kernels, row);
   };
-  const int64_t floats = 2 * (stop_head_ - first_head_) * k_cache_.size(2);
+  const int64_t floats = 2 * (stop_head_ - first_head_) * k_cache_.head_dim();
   pool_.run({{rows, pool_.chunk(rows, 1)}}, work, rows * floats < kAloneFloats);
 }
 
 void DigestKv::run_row(const Kernels& kernels, int row) const {
-  const int64_t dim = k_cache_.size(2);
+  const int64_t dim = k_cache_.head_dim();
   const int64_t position = paged_.position(row);
   const int64_t page = paged_.pages(row)[position / kBlock];
   const int64_t lane = position % kBlock;
   uint64_t k_sum = 0;
   uint64_t v_sum = 0;
   for (int64_t head = first_head_; head < stop_head_; ++head) {
-    const int64_t at = (page * k_cache_.size(1) + head) * dim * kBlock;
     const int64_t index = first_ + (head - first_head_) * dim;
     const int32_t* keys = keys_.ints() + index;
-    float k[kMaxHeadDim];
-    for (int64_t d = 0; d < dim; ++d) k[d] = k_cache_.floats()[at + d * kBlock + lane];
-    k_sum += kernels.digest(k, static_cast<int>(dim), static_cast<uint32_t>(index), keys);
-    v_sum += kernels.digest(v_cache_.floats() + at + lane * dim, static_cast<int>(dim),
-                            static_cast<uint32_t>(index), keys);
+    float stored[kMaxHeadDim];
+    k_cache_.read_row(page, head, lane, stored);
+    k_sum += kernels.digest(stored, static_cast<int>(dim), static_cast<uint32_t>(index), keys);
+    v_cache_.read_row(page, head, lane, stored);
+    v_sum += kernels.digest(stored, static_cast<int>(dim), static_cast<uint32_t>(index), keys);
   }
   uint64_t* out = out_.writable_words() + row * out_.size(1) + column_;
   out[0] = k_sum;

@@ -58,8 +58,8 @@ class DigestKv : public Op {
   void run_row(const Kernels& kernels, int row) const;
 
   Pool& pool_;
-  Array k_cache_;
-  Array v_cache_;
+  KvPages k_cache_;
+  KvPages v_cache_;
   Array keys_;
   Array out_;
   PagedRows paged_;

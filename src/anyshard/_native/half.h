@@ -17,6 +17,11 @@ inline uint32_t read_half(const uint8_t* p) {
   return static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8;
 }
 
+inline void write_half(uint8_t* p, uint32_t half) {
+  p[0] = static_cast<uint8_t>(half);
+  p[1] = static_cast<uint8_t>(half >> 8);
+}
+
 inline float widen_bfloat(uint32_t half) { return from_pattern(half << 16); }
 
 // Subnormals go through an exact subtraction.

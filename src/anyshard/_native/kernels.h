@@ -22,6 +22,7 @@ namespace anyshard {
 constexpr int kLanes = 8;         // outputs of one panel
 constexpr int kMaxDepth = 32;     // most open tree nodes while a leaf program runs
 constexpr int kBlock = 32;        // tokens of one KV block (page)
+constexpr int kKvGroup = 32;      // dims of a head that share a scale in an int8 page
 constexpr int kStripes = 8;       // interleaved sequences of blocks, merged by a fixed tree
 constexpr int kMaxHeadDim = 256;  // dims of one head
 constexpr int kMaxPairs = 32;     // (row, query head) pairs of one attention unit
@@ -105,6 +106,19 @@ struct Rope {
   int head_dim;
 };
 
+// How K and V lie in a page of one KV head; the rows of a page hold a dim of all its keys (K), or a
+// key (V).
+//   kFloat32: K [d][32], V [32][d]
+//   kInt8: int8 of the same shapes, then float16 scales [d / kKvGroup, rounded up][32 keys]
+enum class KvStorage { kFloat32, kInt8 };
+
+// Bytes of a page of one KV head.
+inline size_t kv_page_bytes(KvStorage storage, int64_t head_dim) {
+  const size_t values = static_cast<size_t>(head_dim) * kBlock;
+  const size_t groups = static_cast<size_t>((head_dim + kKvGroup - 1) / kKvGroup);
+  return storage == KvStorage::kFloat32 ? 4 * values : values + 2 * kBlock * groups;
+}
+
 // One (row, query head) of an attention unit.
 struct Pair {
   const float* query;  // [d], scaled by log2(e)/sqrt(d)
@@ -113,9 +127,10 @@ struct Pair {
 
 // Rows of one sequence with the same last block, and query heads of one KV head.
 struct AttentionUnit {
-  const float* k_head;  // k_cache + kv_head * d * 32
-  const float* v_head;
-  size_t page_stride;    // floats between pages
+  const uint8_t* k_head;  // of page 0
+  const uint8_t* v_head;
+  KvStorage storage;
+  size_t page_stride;    // bytes between pages
   const int32_t* pages;  // page of block b
   int last_block;
   int head_dim;
@@ -142,6 +157,9 @@ struct Kernels {
   bool (*norm)(const Norm&, const float* x, float* out);
   // Leaves [start, stop) of a row as int8 linears read it, into quantized_row_floats() floats.
   void (*quantize)(const LeafProgram&, int start, int stop, const float* x, float* row);
+  // Up to kKvGroup floats as an int8 page holds them: q[kKvGroup], zeros past `count`; returns the
+  // float16 scale.
+  uint32_t (*quantize_group)(const float* x, int count, uint8_t* q);
   // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats.
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
                  int panel_stop, const Target&, float* scratch);

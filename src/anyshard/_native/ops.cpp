@@ -80,19 +80,18 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
     : pool_(pool),
       head_dim_(a.head_dim),
       q_out_(a.q_out, "q_out", Element::kFloat, {kAny, kAny}, true),
-      k_cache_(a.k_cache, "k_cache", Element::kFloat, {kAny, kAny, a.head_dim, kBlock}, true),
-      v_cache_(a.v_cache, "v_cache", Element::kFloat,
-               {k_cache_.size(0), k_cache_.size(1), kBlock, a.head_dim}, true),
+      k_cache_(a.k_cache, "k_cache", true, a.head_dim, true),
+      v_cache_(a.v_cache, "v_cache", false, a.head_dim, true),
       norm_(a.x, a.norm_weight, a.eps, a.row_fault, a.fault_code),
       leaves_(a.leaf_lengths, a.merges, norm_.width(), true),
       q_(a.q_panels, a.q_bias, "q_", norm_.width(), q_out_.size(1), leaves_),
-      k_(a.k_panels, a.k_bias, "k_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
-      v_(a.v_panels, a.v_bias, "v_", norm_.width(), k_cache_.size(1) * a.head_dim, leaves_),
+      k_(a.k_panels, a.k_bias, "k_", norm_.width(), k_cache_.num_heads() * a.head_dim, leaves_),
+      v_(a.v_panels, a.v_bias, "v_", norm_.width(), k_cache_.num_heads() * a.head_dim, leaves_),
       form_(leaves_, norm_.width(), {&q_, &k_, &v_}),
       prepared_(form_),
       cosine_(a.cosine, "cos", Element::kFloat, {kAny, a.head_dim / 2}),
       sine_(a.sine, "sin", Element::kFloat, {cosine_.size(0), a.head_dim / 2}),
-      paged_(a.page_table, a.row_slot, a.positions, q_out_.size(0), k_cache_.size(0),
+      paged_(a.page_table, a.row_slot, a.positions, q_out_.size(0), k_cache_.num_pages(),
              cosine_.size(0)),
       q_norm_(optional_array(a.q_norm, "q_norm", Element::kFloat, {a.head_dim})),
       k_norm_(optional_array(a.k_norm, "k_norm", Element::kFloat, {a.head_dim})),
@@ -100,8 +99,7 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       eps_(nearest_float(a.eps)),
       fault_code_(a.fault_code),
       q_scale_(nearest_float(a.q_scale)) {
-  require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
-          "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
+  require_alike(k_cache_, v_cache_);
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
   row_floats_ = form_.scratch_floats(q_out_.size(0));
@@ -165,17 +163,48 @@ void Qkv::place_head(const Thread& thread, int row, int head) const {
   const int kv_head = (head - num_q) % num_kv;
   const size_t place = product(row, k_.num_outputs()) + product(kv_head, head_dim_);
   const int64_t page = paged_.pages(row)[position / kBlock];
-  const size_t page_head = product(page * num_kv + kv_head, head_dim_) * kBlock;
-  const int64_t lane = position % kBlock;
+  const int lane = static_cast<int>(position % kBlock);
   if (head < num_q + num_kv) {
     float rotated[kMaxHeadDim];
     norm_head(thread.kernels, k_norm_, row, k_rows(thread) + place);
     thread.kernels.rope(rope, k_rows(thread) + place, nullptr, rotated);
-    float* out = k_cache_.writable_floats() + page_head + lane;
-    for (int d = 0; d < head_dim_; ++d) out[d * kBlock] = rotated[d];
+    store_key(thread.kernels, page, kv_head, lane, rotated);
   } else {
-    std::copy_n(v_rows(thread) + place, head_dim_,
-                v_cache_.writable_floats() + page_head + lane * head_dim_);
+    store_value(thread.kernels, page, kv_head, lane, v_rows(thread) + place);
+  }
+}
+
+void Qkv::store_key(const Kernels& kernels, int64_t page, int head, int lane,
+                    const float* key) const {
+  uint8_t* place = k_cache_.writable_head(page, head);
+  if (k_cache_.storage() == KvStorage::kFloat32) {
+    float* out = reinterpret_cast<float*>(place) + lane;
+    for (int d = 0; d < head_dim_; ++d) out[d * kBlock] = key[d];
+    return;
+  }
+  uint8_t* scales = place + product(head_dim_, kBlock) + 2 * lane;
+  for (int d = 0; d < head_dim_; d += kKvGroup, scales += 2 * kBlock) {
+    uint8_t q[kKvGroup];
+    const int count = std::min(kKvGroup, head_dim_ - d);
+    write_half(scales, kernels.quantize_group(key + d, count, q));
+    for (int i = 0; i < count; ++i)
+      place[product(d + i, kBlock) + static_cast<size_t>(lane)] = q[i];
+  }
+}
+
+void Qkv::store_value(const Kernels& kernels, int64_t page, int head, int lane,
+                      const float* value) const {
+  uint8_t* place = v_cache_.writable_head(page, head);
+  if (v_cache_.storage() == KvStorage::kFloat32) {
+    std::copy_n(value, head_dim_, reinterpret_cast<float*>(place) + product(lane, head_dim_));
+    return;
+  }
+  uint8_t* scales = place + product(head_dim_, kBlock) + 2 * lane;
+  for (int d = 0; d < head_dim_; d += kKvGroup, scales += 2 * kBlock) {
+    uint8_t q[kKvGroup];
+    const int count = std::min(kKvGroup, head_dim_ - d);
+    write_half(scales, kernels.quantize_group(value + d, count, q));
+    std::copy_n(q, count, place + product(lane, head_dim_) + d);
   }
 }
 

@@ -48,6 +48,9 @@ class Qkv : public Op {
  private:
   void project(const Thread& thread, int rows, int start, int stop) const;
   void place_head(const Thread& thread, int row, int head) const;
+  void store_key(const Kernels& kernels, int64_t page, int head, int lane, const float* key) const;
+  void store_value(const Kernels& kernels, int64_t page, int head, int lane,
+                   const float* value) const;
   float* k_rows(const Thread& thread) const { return thread.common + row_floats_; }
   float* v_rows(const Thread& thread) const { return k_rows(thread) + kv_floats_; }
   void norm_head(const Kernels& kernels, const Array& weight, int row, float* head) const;
@@ -55,8 +58,8 @@ class Qkv : public Op {
   Pool& pool_;
   int head_dim_;
   Array q_out_;
-  Array k_cache_;
-  Array v_cache_;
+  KvPages k_cache_;
+  KvPages v_cache_;
   BoundNorm norm_;
   Leaves leaves_;
   BoundLinear q_;
@@ -110,8 +113,8 @@ class Attention : public Op {
   Pool& pool_;
   int head_dim_;
   Array q_;
-  Array k_cache_;
-  Array v_cache_;
+  KvPages k_cache_;
+  KvPages v_cache_;
   PagedRows paged_;
   Array kv_head_of_;
   Array out_;

@@ -19,6 +19,34 @@ inline QuantizedRow quantized_row(const float* row, int num_leaves) {
           leaves * static_cast<ptrdiff_t>(kQ8Inputs + 2 * sizeof(float)), scales, scales + leaves};
 }
 
+// q = rint(x / scale) of whole vectors, clamped to +-127.
+template <int Vectors>
+ANYSHARD_INLINE void round_to_bytes(const Vec (&value)[Vectors], float scale,
+                                    IntVec (&q)[Vectors]) {
+  const IntVec most = broadcast_int(127);
+  const IntVec least = broadcast_int(-127);
+  const Vec divisor = broadcast(scale);
+  for (int v = 0; v < Vectors; ++v) {
+    q[v] = max_int(min_int(to_int(div(value[v], divisor)), most), least);
+  }
+}
+
+// Up to 32 floats, zeros past `count`; returns a 127th of the largest magnitude, NaN where that is
+// an infinity or NaN.
+template <int Vectors>
+ANYSHARD_INLINE float read_group(const float* x, int count, Vec (&value)[Vectors]) {
+  IntVec highest = broadcast_int(0);
+  for (int v = 0; v < Vectors; ++v) {
+    const int rest = count - v * kLanes;
+    value[v] = rest >= kLanes ? load(x + v * kLanes) : load_partial(x + v * kLanes, rest);
+    highest = max_int(highest, bits(absolute(value[v])));  // as integers NaN is above infinity
+  }
+  const int32_t top = largest_int(highest);
+  float magnitude;
+  __builtin_memcpy(&magnitude, &top, sizeof magnitude);
+  return top < 0x7f800000 ? magnitude / 127.0f : __builtin_nanf("");
+}
+
 struct QuantizedLeaf {
   float scale;
   int32_t sum;
@@ -29,29 +57,15 @@ inline QuantizedLeaf quantize_leaf(const float* x, int count, uint8_t* values,
                                    uint8_t* magnitudes) {
   constexpr int kVectors = kQ8Inputs / kLanes;
   Vec value[kVectors];
-  IntVec highest = broadcast_int(0);
-  for (int v = 0; v < kVectors; ++v) {
-    const int rest = count - v * kLanes;
-    value[v] = rest >= kLanes ? load(x + v * kLanes) : load_partial(x + v * kLanes, rest);
-    highest = max_int(highest, bits(absolute(value[v])));  // as integers NaN is above infinity
-  }
-  const int32_t top = largest_int(highest);
-  float magnitude;
-  __builtin_memcpy(&magnitude, &top, sizeof magnitude);
-  const bool finite = top < 0x7f800000;
-  const float scale = finite ? magnitude / 127.0f : __builtin_nanf("");
+  const float scale = read_group(x, count, value);
+  const bool finite = scale == scale;
   if (!finite || scale == 0.0f) {
     __builtin_memset(values, 0, kQ8Inputs);
     __builtin_memset(magnitudes, 0, kQ8Inputs);
     return {scale, 0};
   }
-  const IntVec most = broadcast_int(127);
-  const IntVec least = broadcast_int(-127);
-  const Vec divisor = broadcast(scale);
   IntVec q[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    q[v] = max_int(min_int(to_int(div(value[v], divisor)), most), least);
-  }
+  round_to_bytes(value, scale, q);
   store_bytes(values, q[0], q[1], q[2], q[3]);
   store_bytes(magnitudes, absolute_int(q[0]), absolute_int(q[1]), absolute_int(q[2]),
               absolute_int(q[3]));
@@ -71,4 +85,22 @@ inline void quantize(const LeafProgram& program, int start, int stop, const floa
     scales[leaf] = found.scale;
     __builtin_memcpy(offsets + leaf, &offset, sizeof offset);
   }
+}
+
+// Of K or V in an int8 page: the scale is rounded to float16, and NaN (with q = 0) also where it is
+// too large for that, so that a score or an output shows it.
+inline uint32_t quantize_group(const float* x, int count, uint8_t* q) {
+  constexpr int kVectors = kKvGroup / kLanes;
+  constexpr uint32_t kNanHalf = 0x7e00;
+  Vec value[kVectors];
+  const float wanted = read_group(x, count, value);
+  const uint32_t half = wanted == wanted ? float16_bits(wanted) : kNanHalf;
+  if (half == 0 || half >= 0x7c00) {
+    __builtin_memset(q, 0, kKvGroup);
+    return half == 0 ? 0 : kNanHalf;
+  }
+  IntVec rounded[kVectors];
+  round_to_bytes(value, float16_value(half), rounded);
+  store_bytes(q, rounded[0], rounded[1], rounded[2], rounded[3]);
+  return half;
 }

@@ -22,6 +22,19 @@ ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
+// Eight int8, exact.
+ANYSHARD_INLINE Vec load_int8(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// The nearest 16-bit float, even on ties, an infinity where it is too large; and its value.
+ANYSHARD_INLINE uint32_t float16_bits(float a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return static_cast<uint32_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(a), kNearest), 0));
+}
+ANYSHARD_INLINE float float16_value(uint32_t half) {
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(half))));
+}
 ANYSHARD_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 ANYSHARD_INLINE Vec broadcast(float a) { return _mm256_set1_ps(a); }
 ANYSHARD_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }

@@ -49,6 +49,13 @@ ANYSHARD_INLINE Vec load_float16(const uint8_t* p) {
 ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   ANYSHARD_EACH(Vec, widen_bfloat(read_half(p + 2 * i)));
 }
+// Eight int8, exact.
+ANYSHARD_INLINE Vec load_int8(const uint8_t* p) {
+  ANYSHARD_EACH(Vec, static_cast<float>(static_cast<int8_t>(p[i])));
+}
+// The nearest 16-bit float, even on ties, an infinity where it is too large; and its value.
+ANYSHARD_INLINE uint32_t float16_bits(float a) { return narrow_half(a); }
+ANYSHARD_INLINE float float16_value(uint32_t half) { return widen_half(half); }
 ANYSHARD_INLINE void store(float* p, Vec a) { __builtin_memcpy(p, a.lane, sizeof a.lane); }
 ANYSHARD_INLINE Vec broadcast(float a) { ANYSHARD_EACH(Vec, (static_cast<void>(i), a)); }
 ANYSHARD_INLINE Vec add(Vec a, Vec b) { ANYSHARD_EACH(Vec, a.lane[i] + b.lane[i]); }

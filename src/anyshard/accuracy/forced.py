@@ -27,8 +27,9 @@ from anyshard.launcher import Start, ThreadGroup
 from anyshard.layout import plan
 from anyshard.model import Op, program
 from anyshard.ops import Body
-from anyshard.ops.coefficients import LOG2_E
+from anyshard.ops.coefficients import KV_BLOCK, LOG2_E
 from anyshard.ops.exact import F32
+from anyshard.ops.kv_pages import Pages, widened_row
 from anyshard.worker import ROW_LOGITS, ROW_SAMPLE, Served, Worker, rank_main
 
 __all__ = ["CHUNK", "forced_logits", "query_factor"]
@@ -140,13 +141,12 @@ def _metered(worker_type: type[Worker], meter: OpMeter) -> type[Worker]:
 def _looks(w: Workspace, meter: OpMeter) -> dict[str, Callable[[int, int], None]]:
     """By kind of op: tell the meter what lies in the buffers, for a layer and a row count."""
 
-    def stored(cache: F32, rows: int, *, keys: bool) -> F32:
+    def stored(cache: Pages, rows: int, *, keys: bool) -> F32:
         """Rows [R, G d] of a layer's keys or values, out of the pages."""
-        block = cache.shape[3 if keys else 2]
         positions = w.positions[:rows]
-        page, offset = w.page_table[0, positions // block], positions % block
-        picked = cache[page, :, :, offset] if keys else cache[page, :, offset]
-        return picked.reshape(rows, -1)
+        page, lane = w.page_table[0, positions // KV_BLOCK], positions % KV_BLOCK
+        each = [widened_row(cache, *place, keys=keys) for place in zip(page, lane, strict=True)]
+        return np.stack(each).reshape(rows, -1)
 
     def qkv(layer: int, rows: int) -> None:
         k_TN = stored(w.kv.keys(layer), rows, keys=True)

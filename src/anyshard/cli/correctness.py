@@ -12,7 +12,7 @@ from anyshard.errors import DifferenceFound
 from anyshard.host import read_memory
 
 if TYPE_CHECKING:
-    from anyshard.config import Quantization
+    from anyshard.config import KvType, Quantization
 
 __all__ = ["Against", "tell_accuracy"]
 
@@ -20,7 +20,12 @@ Against = Literal["float64", "hf"]
 
 
 def tell_accuracy(
-    model: str | None, against: Against, *, quantization: Quantization, as_json: bool
+    model: str | None,
+    against: Against,
+    *,
+    quantization: Quantization,
+    kv: KvType,
+    as_json: bool,
 ) -> int:
     """Measure, print the tables or the JSON; exit code 4 if HF is over twice as near.
 
@@ -34,6 +39,7 @@ def tell_accuracy(
             model,
             against=against,
             quantization=quantization,
+            kv=kv,
             progress=lambda done, total: bar.update(done, total, f"against {against}"),
             free_bytes=None if memory is None else memory[1],
         )

@@ -197,7 +197,7 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
     from anyshard.model import program
 
     config = checkpoint.config
-    profile = profile_of(checkpoint.arithmetic(split.quantization))
+    profile = profile_of(checkpoint.arithmetic(split.quantization), split.kv)
     layout = layout_of(config, profile, split)
     limit = context_limit(config, split, default=DEFAULT_LIMIT)
     directory, _ = image_directory(config, checkpoint.sources, profile.arithmetic)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from anyshard.config import KvType
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
 
@@ -37,7 +38,7 @@ Flag = Parameter(negative="")
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SplitFlags:
-    """How the model is split and run; only --quantization changes a bit."""
+    """How the model is split and run; only --quantization and --kv-cache-dtype change bits."""
 
     tensor_parallel_size: Annotated[
         int | None, Parameter(name=["--tensor-parallel-size", "-tp", "--tp"])
@@ -61,6 +62,8 @@ class SplitFlags:
     "Kernel bodies; all have the same bits. auto takes the fastest here."
     quantization: Literal["auto", "none", "int8"] = "auto"
     "Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised."
+    kv_cache_dtype: Literal["auto", "f32", "int8"] = "auto"
+    "Keys and values as float32 (auto, f32), or as int8 with a scale for every 32 dims of each."
     max_model_len: int | None = None
     "Tokens that prompt and answer may hold together; by default what is asked for (chat: 4096)."
     max_num_seqs: int | None = None
@@ -92,6 +95,11 @@ class SplitFlags:
                 "--comm torch needs torch, which is not installed; run make setup in the clone, "
                 "or leave --comm out"
             )
+
+    @property
+    def kv(self) -> KvType:
+        """The type of keys and values that --kv-cache-dtype means."""
+        return "int8" if self.kv_cache_dtype == "int8" else "f32"
 
     @property
     def head_counts(self) -> tuple[int, ...] | None:

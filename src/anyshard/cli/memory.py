@@ -126,5 +126,4 @@ def memory_need(
 def kv_bytes(part: Program, *, tokens: int) -> int:
     """Bytes of one rank for one sequence, in whole pages."""
     block = part.profile.kv_block
-    floats_per_token = sum(op.kv_floats_per_key for op in part.ops)
-    return 4 * floats_per_token * (-(-tokens // block) * block)
+    return sum(op.kv_bytes_per_key for op in part.ops) * (-(-tokens // block) * block)

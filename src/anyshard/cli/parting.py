@@ -127,7 +127,10 @@ class Parting:
         from anyshard.verify.driver import served
 
         if self._served is None:
-            self._served = served(self._opened.checkpoint)
+            profile = self._opened.profile
+            self._served = served(
+                self._opened.checkpoint, arithmetic=profile.arithmetic, kv=profile.kv
+            )
         first = result.first_divergence
         is_pair = first is not None and first.what == "pair"
         if first is not None and is_pair:  # the wrong token must be fed back, to be seen

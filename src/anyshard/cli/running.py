@@ -107,7 +107,7 @@ def open_model(
 
     memory = read_memory()
     checkpoint = open_checkpoint(_local(model, flags))
-    profile = profile_of(checkpoint.arithmetic(flags.quantization))
+    profile = profile_of(checkpoint.arithmetic(flags.quantization), flags.kv)
     layout = layout_of(checkpoint.config, profile, flags)
     return Opened(
         flags=flags,
@@ -164,6 +164,7 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
         cache=cache,
         record=opened.record,
         arithmetic=opened.profile.arithmetic,
+        kv=opened.profile.kv,
     )
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):

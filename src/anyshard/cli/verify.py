@@ -133,6 +133,7 @@ def verify(
     tokens: int | None = None,
     in_process: Annotated[bool, Parameter(negative="")] = False,
     quantization: Literal["auto", "none", "int8"] = "auto",
+    kv_cache_dtype: Literal["auto", "f32", "int8"] = "auto",
     deadline: Annotated[float | None, Parameter(show_env_var=False)] = None,
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -159,6 +160,8 @@ def verify(
         Run ranks as threads of this process instead of forked processes.
     quantization
         Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised.
+    kv_cache_dtype
+        Keys and values as float32 (auto, f32), or as int8.
     deadline
         Seconds without a sign of life after which a rank counts as lost, 30 by default.
     against
@@ -178,11 +181,18 @@ def verify(
         ) if is_used]  # fmt: skip
         if used:
             raise OptionError(f"--against {against} runs no cells, so {used[0]} has no place there")
-        return tell_accuracy(model, against, quantization=quantization, as_json=json_output)
+        return tell_accuracy(
+            model,
+            against,
+            quantization=quantization,
+            kv="int8" if kv_cache_dtype == "int8" else "f32",
+            as_json=json_output,
+        )
     flags = SplitFlags(
         comm="threads" if in_process else "shm",
         deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     return _Verify(model, cells, flags, prompt_tokens, tokens, json_output, report).run()
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from anyshard.ops.coefficients import KV_BLOCK
 from anyshard.ops.exact import F32, I32
+from anyshard.ops.kv_pages import Pages, widened_row
 from anyshard.ops.storage import Panels, unpack
 
 __all__ = ["KEY_PADDING", "U64", "Digest", "DigestKv", "digest_keys", "digest_of", "digest_panels"]
@@ -91,8 +92,8 @@ class DigestKv:
     def __init__(
         self,
         pool: object,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         positions: I32,
@@ -113,8 +114,8 @@ class DigestKv:
         for row in range(rows):
             block, lane = divmod(int(self.positions[row]), KV_BLOCK)
             page = self.page_table[self.row_slot[row], block]
-            k_Gd = self.k_cache[page, self.heads, :, lane]
-            v_Gd = self.v_cache[page, self.heads, lane, :]
+            k_Gd = widened_row(self.k_cache, page, lane, keys=True)[self.heads]
+            v_Gd = widened_row(self.v_cache, page, lane, keys=False)[self.heads]
             for at, x_Gd in enumerate((k_Gd, v_Gd)):
                 self.out[row, self.column + at] = digest_of(x_Gd.reshape(-1), first=self.first)
 

@@ -31,6 +31,7 @@ from anyshard.ops.exact import (
     pow2,
     silu,
 )
+from anyshard.ops.kv_pages import KV_GROUP, Pages, split_page, store_row
 from anyshard.ops.quant import int8_nodes
 from anyshard.ops.storage import Panels, unpack, unpack_blocks
 
@@ -168,8 +169,8 @@ class Qkv:
         sin: F32,
         positions: I32,
         q_out: F32,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         row_fault: I32,
@@ -203,8 +204,8 @@ class Qkv:
         page = self.page_table[self.row_slot[:rows], position // KV_BLOCK]
         for row in range(rows):
             lane = position[row] % KV_BLOCK
-            self.k_cache[page[row], :, :, lane] = k_MGd[row]
-            self.v_cache[page[row], :, lane, :] = v_MGd[row]
+            store_row(self.k_cache, page[row], lane, k_MGd[row], keys=True)
+            store_row(self.v_cache, page[row], lane, v_MGd[row], keys=False)
 
     def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: int) -> F32:
         half = self.head_dim // 2
@@ -229,8 +230,8 @@ class Attention:
         self,
         pool: Pool,
         q: F32,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         positions: I32,
@@ -289,11 +290,9 @@ class Attention:
         bad_H: npt.NDArray[np.bool_],
     ) -> tuple[I32, F32, F32]:
         high, total, out = state
-        k_HdJ = self.k_cache[page, self.kv_head_of, :, :visible]
-        v_HJd = self.v_cache[page, self.kv_head_of, :visible, :]
-        score = np.zeros((len(q_Hd), visible), np.float32)
-        for d in range(self.head_dim):
-            score = fma32(q_Hd[:, d, None], k_HdJ[:, d], score)
+        k_HdJ, k_scale_HgJ = split_page(self.k_cache, page, self.kv_head_of, keys=True)
+        v_HJd, v_scale_HgJ = split_page(self.v_cache, page, self.kv_head_of, keys=False)
+        score = _scores(q_Hd, k_HdJ[:, :, :visible], k_scale_HgJ)
         bad_H |= ~(np.abs(score) <= np.float32(SCORE_LIMIT)).all(axis=1)
         score[bad_H] = 0
         new_high = np.maximum(high, np.ceil(score.max(axis=1)).astype(np.int32))
@@ -303,8 +302,28 @@ class Attention:
         total = (total * factor) + halving_tree(p)
         out = out * factor[:, None]
         for j in range(visible):
-            out = fma32(p[:, j, None], v_HJd[:, j], out)
+            weight = p[:, j, None]
+            if v_scale_HgJ is not None:  # one a group of dims
+                scaled = weight * v_scale_HgJ[:, :, j]
+                weight = np.repeat(scaled, KV_GROUP, axis=1)[:, : self.head_dim]
+            out = fma32(weight, v_HJd[:, j], out)
         return new_high, total, out
+
+
+def _scores(q_Hd: F32, k_HdJ: F32, scale_HgJ: F32 | None) -> F32:
+    """[H, J]: a chain over d; in int8 one over each group of dims, times its scale, added up."""
+    dims, visible = k_HdJ.shape[1:]
+    zero = np.zeros((len(q_Hd), visible), np.float32)
+    group = dims if scale_HgJ is None else KV_GROUP
+    total = zero
+    for start in range(0, dims, group):
+        chain = zero
+        for d in range(start, min(start + group, dims)):
+            chain = fma32(q_Hd[:, d, None], k_HdJ[:, d], chain)
+        if scale_HgJ is None:
+            return chain
+        total = fma32(chain, scale_HgJ[:, start // group, :visible], total)
+    return total
 
 
 def _merge(a: tuple[I32, F32, F32], b: tuple[I32, F32, F32]) -> tuple[I32, F32, F32]:

@@ -23,6 +23,7 @@ from anyshard.launcher import RankGroup
 from anyshard.layout import Layout
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
+from anyshard.ops.kv_pages import Pages
 from anyshard.verify.cells import DEADLINE_S, Cell, Model, alone, batch_order, run_cell
 from anyshard.verify.points import Point, Target, points, same_bits
 from anyshard.verify.replay import replay_head, unsplit_layout
@@ -120,8 +121,10 @@ def _bits(value: np.float32) -> str:
     return f"{int(value.view(np.uint32)):08x}"
 
 
-def _ulps(found: F32, expected: F32) -> int | None:
-    """The most floats between two values; None if one is not finite."""
+def _ulps(found: F32 | Pages, expected: F32 | Pages) -> int | None:
+    """The most floats between two values; None if one is not finite, and of what is no float."""
+    if found.dtype == np.int8:
+        return None
     finite = np.isfinite(found).all() and np.isfinite(expected).all()
     return max_ulp(found, expected) if finite else None
 
@@ -145,8 +148,8 @@ def _divergence(point: Point, layout: Layout, position: int) -> Divergence | Non
         what=point.what,
         place=point.describe(index),
         index=index,
-        expected=point.expected[index],
-        found=None if found is None else found[index],
+        expected=np.float32(point.expected[index]),
+        found=None if found is None else np.float32(found[index]),
         differing=point.expected.size if found is None else len(differing),
         elements=point.expected.size,
         ulp=None if found is None else _ulps(found, point.expected),

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint, build_image
 from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
-from anyshard.config import Arithmetic, ModelConfig, Profile
+from anyshard.config import Arithmetic, KvType, ModelConfig, Profile
 from anyshard.engine import profile_of
 from anyshard.launcher import (
     EpochSizes,
@@ -74,12 +74,16 @@ class Step:
 
 
 def served(
-    checkpoint: Checkpoint, *, kernels: KernelChoice = "auto", arithmetic: Arithmetic = "f32"
+    checkpoint: Checkpoint,
+    *,
+    kernels: KernelChoice = "auto",
+    arithmetic: Arithmetic = "f32",
+    kv: KvType = "f32",
 ) -> Served:
     """A checkpoint as the launcher loads it, on all cores."""
     threads = len(os.sched_getaffinity(0))
     image = build_image(checkpoint, threads=threads, kernels=kernels, arithmetic=arithmetic)
-    return Served(checkpoint.config, profile_of(arithmetic), image)
+    return Served(checkpoint.config, profile_of(arithmetic, kv), image)
 
 
 class Shape(Protocol):

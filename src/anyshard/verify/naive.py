@@ -23,7 +23,9 @@ from anyshard.binder import Binder
 from anyshard.config import Arithmetic
 from anyshard.launcher import Seat
 from anyshard.model import Op, Program, Sum
+from anyshard.ops.coefficients import KV_BLOCK
 from anyshard.ops.exact import F32, I32
+from anyshard.ops.kv_pages import Pages, widened_row
 from anyshard.worker import RankPlan, Served, Worker, rank_main
 
 __all__ = [
@@ -210,8 +212,8 @@ class RestartedSoftmax:
         self,
         pool: Any,
         q: F32,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         positions: I32,
@@ -231,11 +233,20 @@ class RestartedSoftmax:
         for slot in np.unique(self.row_slot[:rows]):
             mine = np.flatnonzero(self.row_slot[:rows] == slot)
             first, last = self.positions[mine].min(), self.positions[mine].max()
-            pages = self.page_table[slot, : last // 32 + 1]
-            k_HdJ = self.k_cache[pages].transpose(1, 2, 0, 3)
-            k_HdJ = k_HdJ.reshape(*k_HdJ.shape[:2], -1)[self.kv_head_of]
-            v_HJd = self.v_cache[pages].transpose(1, 0, 2, 3)
-            v_HJd = v_HJd.reshape(len(v_HJd), -1, self.head_dim)[self.kv_head_of]
+            pages = self.page_table[slot, : last // KV_BLOCK + 1]
+            count = last + 1
+            k_HdJ, v_HJd = (
+                np.stack(
+                    [
+                        widened_row(cache, pages[j // KV_BLOCK], j % KV_BLOCK, keys=keys)
+                        for j in range(count)
+                    ]
+                )[:, self.kv_head_of].transpose(order)
+                for cache, keys, order in (
+                    (self.k_cache, True, (1, 2, 0)),
+                    (self.v_cache, False, (1, 0, 2)),
+                )
+            )
             for row in mine:
                 end = self.positions[row] + 1
                 q_Hd = self.q[row].reshape(-1, self.head_dim)

@@ -18,6 +18,7 @@ from anyshard.capture import Arrays
 from anyshard.layout import Layout, Span, Tree
 from anyshard.model import Program, program
 from anyshard.ops.exact import F32
+from anyshard.ops.kv_pages import Pages
 from anyshard.ops.storage import unpack
 from anyshard.verify.replay import LayerReplay, RowSum, explain_attention, replay_layer
 from anyshard.worker import Served
@@ -25,8 +26,10 @@ from anyshard.worker import Served
 __all__ = ["Point", "Target", "points", "same_bits"]
 
 
-def same_bits(a: F32, b: F32) -> npt.NDArray[np.bool_]:
+def same_bits(a: F32 | Pages, b: F32 | Pages) -> npt.NDArray[np.bool_]:
     """Where two arrays of one shape agree; a NaN equals a NaN, whose payload nothing defines."""
+    if a.dtype == np.int8:
+        return np.asarray(a == b)
     return np.asarray((a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b)))
 
 
@@ -50,8 +53,8 @@ class Point:
     op: str
     rank: int
     what: str
-    found: F32 | None
-    expected: F32
+    found: F32 | Pages | None
+    expected: F32 | Pages
     describe: Callable[[tuple[int, ...]], str]
     note: str = ""
     explain: Callable[[], str] | None = None
@@ -77,9 +80,14 @@ def _at_head(text: str, first: int, head_dim: int, index: tuple[int, ...]) -> st
     return f"{text} of head {first + head}, dim {dim}"
 
 
-def _at_kv_head(text: str, first: int, index: tuple[int, ...]) -> str:
+def _at_kv_head(text: str, first: int, head_dim: int, index: tuple[int, ...]) -> str:
+    """`key of position 3, KV head 1, dim 7`; past the dims are the bytes of the scales."""
     position = f" of position {index[0]}" if len(index) == 3 else ""
-    return f"{text}{position}, KV head {first + index[-2]}, dim {index[-1]}"
+    place = f"dim {index[-1]}"
+    if index[-1] >= head_dim:
+        scale, byte = divmod(index[-1] - head_dim, 2)
+        place = f"{'high' if byte else 'low'} byte of scale {scale}"
+    return f"{text}{position}, KV head {first + index[-2]}, {place}"
 
 
 def _at_node(tree: Tree, span: Span, text: str, index: tuple[int, ...]) -> str:
@@ -241,7 +249,7 @@ class _Walk:
             q, at = self.replay.q[low * d : high * d], partial(_at_head, "q", low, d)
             yield self._point(op, rank, "q", "q", q, at, note=note)
             for what, name, right in rows:
-                at = partial(_at_kv_head, what, first)
+                at = partial(_at_kv_head, what, first, d)
                 expected = right[first:last]
                 yield self._point(op, rank, what, name, expected, at, rows=p, note=note)
 
@@ -249,7 +257,7 @@ class _Walk:
         op, d, p = f"layers.{self.target.layer}.attention", self._head_dim, self.target.position
         for rank, _, kv in self._owners():
             for what, name in (("key", "keys"), ("value", "values")):
-                at, rows = partial(_at_kv_head, f"stored {what}", kv[0]), slice(0, p)
+                at, rows = partial(_at_kv_head, f"stored {what}", kv[0], d), slice(0, p)
                 right = self.truth[name][:p, slice(*kv)]
                 explain = partial(self._explain_history, rank, name, kv)
                 yield self._point(

@@ -23,6 +23,7 @@ from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, plan
 from anyshard.model import Op, Sum, program
 from anyshard.ops import Kernels, reference
 from anyshard.ops.exact import F32, merge_nodes
+from anyshard.ops.kv_pages import Pages, packed_row, unpack_row
 from anyshard.ops.rope import rope_table
 from anyshard.pages import pages_for
 from anyshard.worker import Served
@@ -123,14 +124,15 @@ def _completed(merges: Sequence[int], index: int) -> tuple[int, ...]:
 class LayerReplay:
     """One row of one layer: what every op of an unsplit run must give.
 
-    q as stored (rotated and scaled) [H*d], key and value of the row [G, d], attention [H*d],
+    q as it is used (rotated and scaled) [H*d], key and value of the row as they are stored (G
+    rows of `packed_row`), attention [H*d],
     o and down with all leaves, x_o and x_down the residual after them [D], ffn [F].
     """
 
     x_in: F32
     q: F32
-    key_Gd: F32
-    value_Gd: F32
+    key_Gd: Pages
+    value_Gd: Pages
     attention: F32
     o: RowSum
     x_o: F32
@@ -178,13 +180,13 @@ class _Bench:
         """One op, bound and called for the row."""
         Binder(self).bind(op)(1)
 
-    def store(self, layer: int, keys_JGd: F32, values_JGd: F32) -> None:
+    def store(self, layer: int, keys_JGd: Pages, values_JGd: Pages) -> None:
         """The history of the row, in pages that follow each other."""
         block = self.program.profile.kv_block
         for position, (key, value) in enumerate(zip(keys_JGd, values_JGd, strict=True)):
             page, lane = divmod(position, block)
-            self.kv.keys(layer)[page, :, :, lane] = key
-            self.kv.values(layer)[page, :, lane, :] = value
+            unpack_row(self.kv.keys(layer), page, lane, key, keys=True)
+            unpack_row(self.kv.values(layer), page, lane, value, keys=False)
 
     def row_sum(self, linear: Op, reduce: Op, tree: Tree) -> RowSum:
         """Run both ops of a row-parallel sum, one leaf a node."""
@@ -201,9 +203,9 @@ class _Bench:
 
 
 def replay_layer(
-    served: Served, layer: int, *, x_in_D: F32, keys_JGd: F32, values_JGd: F32
+    served: Served, layer: int, *, x_in_D: F32, keys_JGd: Pages, values_JGd: Pages
 ) -> LayerReplay:
-    """Position J of a sequence whose first J keys and values at this layer are given.
+    """Position J of a sequence whose first J keys and values at this layer are given, as stored.
 
     Held by: test_divergence.py (equal to what a healthy rank of every body holds, bit for bit).
     """
@@ -222,8 +224,8 @@ def replay_layer(
     return LayerReplay(
         x_in=np.array(x_in_D, np.float32),
         q=bench.q_RN[0].copy(),
-        key_Gd=bench.kv.keys(layer)[page, :, :, lane].copy(),
-        value_Gd=bench.kv.values(layer)[page, :, lane, :].copy(),
+        key_Gd=packed_row(bench.kv.keys(layer), page, lane, keys=True),
+        value_Gd=packed_row(bench.kv.values(layer), page, lane, keys=False),
         attention=bench.a_RN[0].copy(),
         o=o,
         x_o=x_o,
@@ -234,7 +236,7 @@ def replay_layer(
 
 
 def explain_attention(
-    served: Served, q_N: F32, keys_JGd: F32, values_JGd: F32, *, head: int, found_d: F32
+    served: Served, q_N: F32, keys_JGd: Pages, values_JGd: Pages, *, head: int, found_d: F32
 ) -> str:
     """How one head of a row may have come to `found_d` from the right q, keys and values, or ''.
 
