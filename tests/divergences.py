@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gguf_models import write_gguf_model
-from grid import Loaded, the_model
+from grid import Loaded, shape_of, the_model
 from models import ADVERSARIAL_9_3, MODELS, QWEN3_SHAPED, write_hf_model
 from test_stored import shaped
 
@@ -75,7 +75,7 @@ FAMILIES = {**MODELS, "qwen3": QWEN3_SHAPED, "llama 3.1": LLAMA3}
 
 def family(name: str, folder: Path) -> Loaded:
     """A loaded model of random weights; `BF16` and the like are GGUF files of that type."""
-    if name in MODELS:
+    if shape_of(name) in MODELS:
         return the_model(name)
     if name in FAMILIES:
         path, config = folder / "hf", FAMILIES[name]

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint import WeightImage, open_checkpoint
-from anyshard.config import Arithmetic, ModelConfig
+from anyshard.config import Arithmetic, KvType, ModelConfig
+from anyshard.engine import profile_of
 from anyshard.launcher import RankMain, Seat
 from anyshard.model import Program, Weight, program
 from anyshard.ops.storage import Panels, panel_cut
@@ -70,36 +71,45 @@ class Loaded(Model):
 
 
 INT8 = " int8"  # at the end of a model's name: in that arithmetic
+KV8 = " kv8"  # after that: with keys and values in int8
 
 
 def shape_of(name: str) -> str:
-    """The name without its arithmetic."""
-    return name.removesuffix(INT8)
+    """The name without its profile."""
+    return name.removesuffix(KV8).removesuffix(INT8)
 
 
 def arithmetic_of(name: str) -> Arithmetic:
     """That of a model's name."""
-    return "int8" if name.endswith(INT8) else "f32"
+    return "int8" if name.removesuffix(KV8).endswith(INT8) else "f32"
+
+
+def kv_of(name: str) -> KvType:
+    """The type of keys and values that a model's name says."""
+    return "int8" if name.endswith(KV8) else "f32"
 
 
 @cache
-def demo(arithmetic: Arithmetic = "f32") -> Served:
+def demo(arithmetic: Arithmetic = "f32", kv: KvType = "f32") -> Served:
     """The demo model, packed once in a test process."""
+    if kv != "f32":
+        packed = demo(arithmetic)
+        return replace(packed, profile=profile_of(arithmetic, kv))
     return served(open_checkpoint(None), arithmetic=arithmetic)
 
 
 @cache
 def the_model(name: str) -> Loaded:
     """`demo`, or one of tests/models.py, loaded once in a process."""
-    shape, arithmetic = shape_of(name), arithmetic_of(name)
+    shape, arithmetic, kv = shape_of(name), arithmetic_of(name), kv_of(name)
     if shape == "demo":
         tokens = text_tokens(open_tokenizer(open_checkpoint(None)), PROMPT_TOKENS)
-        return Loaded.of(name, demo(arithmetic), tokens)
+        return Loaded.of(name, demo(arithmetic, kv), tokens)
     config = models.MODELS[shape]
     adversarial = shape.startswith("adversarial")
     with tempfile.TemporaryDirectory() as folder:
         path = models.write_hf_model(Path(folder) / shape, config, seed=7, adversarial=adversarial)
-        loaded = served(open_checkpoint(str(path)), arithmetic=arithmetic)
+        loaded = served(open_checkpoint(str(path)), arithmetic=arithmetic, kv=kv)
     return Loaded.of(name, loaded, hashed_tokens(PROMPT_TOKENS, config.vocab, seed=0))
 
 

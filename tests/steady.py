@@ -136,9 +136,10 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
     """An engine over an adversarial model, for `PROMPTS` requests at once."""
     name, arithmetic = "adversarial-9-3", asked.get("arithmetic", "f32")
     path = models.write_hf_model(folder / "model", models.MODELS[name], seed=7, adversarial=True)
-    checkpoint, profile = open_checkpoint(str(path)), profile_of(arithmetic)
+    kv = asked.get("kv", "f32")
+    checkpoint, profile = open_checkpoint(str(path)), profile_of(arithmetic, kv)
     group = fork_launcher(
-        loader(checkpoint, threads=1, arithmetic=arithmetic),
+        loader(checkpoint, threads=1, arithmetic=arithmetic, kv=kv),
         partial(main, asked=asked, folder=folder),
     )
     group.wait_loaded()

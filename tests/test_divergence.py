@@ -34,6 +34,8 @@ from anyshard.verify.prompt import hashed_tokens
 from anyshard.verify.replay import replay_head
 from anyshard.worker import Worker
 
+KV8 = ("adversarial-9-3 kv8", "adversarial-head-80 int8 kv8")
+
 # --- healthy runs -------------------------------------------------------------------------------
 
 
@@ -54,7 +56,7 @@ def captured(model: Loaded, cell: Cell, target: Target, folder: Path) -> list[Ar
     [
         # the wide one takes seconds in slow bodies
         pytest.param(name, body, marks=pytest.mark.slow if name == "qwen2" and body else [])
-        for name in [*FAMILIES, *HELD]
+        for name in [*FAMILIES, *HELD, *KV8]
         for body in ("", "scalar", "reference")
     ],
 )
@@ -104,7 +106,7 @@ def test_replay_and_every_healthy_rank_agree_bit_for_bit(
     ids=lambda cell: cell.name,
 )
 def test_a_healthy_run_diverges_nowhere(cell: Cell) -> None:
-    for name in (A9, A14) if cell.comm == "auto" else (A9,):
+    for name in (A9, A14, KV8[0]) if cell.comm == "auto" else (A9,):
         model = the_model(name)
         assert diverges(model, cell) is None
         assert diverges(model, cell, at=Target(position=41, layer=1)) is None

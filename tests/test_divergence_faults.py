@@ -13,7 +13,7 @@ import mutants
 import numpy as np
 import pytest
 from divergences import A9, A14, Bound, diverges, family, named, short
-from grid import Loaded, run_cell, the_model
+from grid import KV8, Loaded, run_cell, the_model
 from mutants.catalogue import bug, shows
 from mutants.scoreboard import rerun, score
 from mutants.weights import HIGH_BIT, altered, flip
@@ -173,7 +173,7 @@ class CorruptedBefore(Binder):
         w: Any = self.w
         if op.layer != 1 or op.kind not in ("qkv", "attention") or w.program.tp_index != 1:
             return run
-        row = w.kv.keys(1)[0, :, :, 3]
+        row = w.kv.keys(1)[0, :, : w.config.head_dim, 3]
 
         def around(rows: int) -> None:
             mine = 3 in w.positions[:rows]
@@ -193,9 +193,10 @@ class Corrupted(Worker):
     binder_type = CorruptedBefore
 
 
-def test_a_row_that_was_stored_wrong_is_named_where_it_was_stored() -> None:
+@pytest.mark.parametrize("name", [A9, A9 + KV8])
+def test_a_row_that_was_stored_wrong_is_named_where_it_was_stored(name: str) -> None:
     """The first residual that differs is a later row's: the search goes back to the row itself."""
-    found = diverges(the_model(A9), short(tp=2, chunk=1), rank_body(Corrupted))
+    found = diverges(the_model(name), short(tp=2, chunk=1), rank_body(Corrupted))
     assert named(found) == ("layers.1.qkv", 1, "key")
     assert found is not None and found.position == 3
 

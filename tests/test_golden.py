@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from golden import make
 
-from anyshard.config import LEAF
-from anyshard.engine import f32_profile, int8_profile
+from anyshard.config import LEAF, KvType
+from anyshard.engine import f32_profile, int8_profile, profile_of
 from anyshard.ops import Body, Kernels, available_bodies, exact, native_module
 
 BODIES = [
@@ -51,7 +51,8 @@ def test_the_vectors_are_of_this_profile() -> None:
     assert make.profile_sha256("int8") == int8_profile().sha256()
     for name in ("primitives", *make.OPS):
         text = (make.HERE / f"{name}.json").read_text("utf-8")
-        profile = int8_profile() if name == "int8" else f32_profile()
+        kv: KvType = "int8" if name == "kv_int8" else "f32"
+        profile = int8_profile() if name == "int8" else profile_of("f32", kv)
         assert json.loads(text)[make.PROFILE_KEY] == profile.sha256()
 
 

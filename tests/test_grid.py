@@ -43,6 +43,8 @@ ADVERSARIAL = tuple(name for name in MODELS if name.startswith("adversarial"))
 
 # The same in int8, fewer of them: the wires, pages and batches are those of float32.
 IN_INT8 = ("adversarial-9-3 int8", "adversarial-head-80 int8", "qwen2 int8", "demo int8")
+# And with int8 keys and values.
+IN_KV8 = ("adversarial-9-3 kv8", "adversarial-head-80 int8 kv8", "qwen2 int8 kv8", "demo int8 kv8")
 
 # (model, cell): the naive order changes nothing either. All scores of this model are in the
 # thousands, so one key takes all the weight and softmax can be restarted without a trace.
@@ -61,6 +63,8 @@ FAST = {
     ("qwen2", "tp1 threads 2"),
     ("adversarial-head-80 int8", "tp3"),
     ("demo int8", "tp3"),
+    ("adversarial-head-80 int8 kv8", "tp3"),
+    ("demo int8 kv8", "tp3"),
 }
 DEMO_WITNESS_TOKENS = 4
 
@@ -73,8 +77,9 @@ def grid(cells: Mapping[str, Iterable[Cell]]) -> list[object]:
             marks = [pytest.mark.ranks] if cell.comm in ("shm", "torch") else []
             if cell.comm == "torch":
                 marks.append(pytest.mark.torch)
-            fast = name in ADVERSARIAL or name == IN_INT8[0] or (name, cell.name) in FAST
-            if cell.comm == "torch" or not fast:
+            fast = (*ADVERSARIAL, IN_INT8[0], IN_KV8[0])
+            is_fast = name in fast or (name, cell.name) in FAST
+            if cell.comm == "torch" or not is_fast:
                 marks += [pytest.mark.slow, pytest.mark.timeout(1200)]
             rows.append(pytest.param(name, cell, marks=marks, id=f"{name}-{cell.name}"))
     return rows
@@ -99,7 +104,7 @@ def needs(cell: Cell) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    grid({name: cells_of(name) for name in (*ADVERSARIAL, "qwen2", "demo", *IN_INT8)}),
+    grid({name: cells_of(name) for name in (*ADVERSARIAL, "qwen2", "demo", *IN_INT8, *IN_KV8)}),
 )
 def test_a_cell_has_the_digest_of_the_unsplit_run(name: str, cell: Cell) -> None:
     needs(cell)
@@ -297,8 +302,11 @@ def test_sequences_that_join_and_leave_leave_no_trace(tp: int, pp: int, is_drawn
 
 
 @pytest.mark.parametrize(("tp", "pp", "chunk"), [(1, 1, 512), (1, 1, 7), (3, 2, 7)])
-def test_rows_run_again_from_an_earlier_position_overwrite(tp: int, pp: int, chunk: int) -> None:
-    model = the_model("adversarial-9-3")
+@pytest.mark.parametrize("name", ["adversarial-9-3", "adversarial-9-3 kv8"])
+def test_rows_run_again_from_an_earlier_position_overwrite(
+    name: str, tp: int, pp: int, chunk: int
+) -> None:
+    model = the_model(name)
     right, wrong = model.prompt[:90], hashed_tokens(70, model.config.vocab, seed=9)
     with Driver(model.served, max_model_len=128, rows_max=90) as driver:
         want = driver.logits(right)

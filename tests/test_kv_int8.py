@@ -10,6 +10,7 @@ from native_cases import BODIES, F32, differing, floats, ints, native, needs_nat
 from native_cases import leaves as sum_of
 
 from anyshard.ops import reference
+from anyshard.ops.digest import digest_keys, digest_of
 from anyshard.ops.kv_pages import (
     KV_GROUP,
     packed_row,
@@ -304,3 +305,27 @@ def test_pages_of_two_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match=r"k_cache has shape \[23, 1, 33, 32\]"):
         short = np.zeros((23, 1, 33, 32), np.int8)
         attended(native, pool(BODIES[0]), case | {"k_cache": short}, 1)
+
+
+@needs_native
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("head_dim", [16, 40, 80])
+def test_digests_are_of_the_values_that_are_stored(body: str, head_dim: int) -> None:
+    rng = np.random.default_rng(8)
+    keys_of = {keys: filled(rng, 4, 3, head_dim, keys=keys) for keys in (True, False)}
+    table = np.array([[2, 0], [3, 1]], np.int32)
+    slots, positions = ints(0, 1, 1), ints(40, 0, 31)
+    table_of_keys = digest_keys(3 * head_dim + 8)
+    found = []
+    for module, op_pool in ((reference, None), (native, pool(body, 2))):
+        out = np.zeros((3, 4), np.uint64)
+        module.DigestKv(
+            op_pool, keys_of[True], keys_of[False], table, slots, positions, 1, 3, head_dim, 1,
+            table_of_keys, out,
+        ).run(3)  # fmt: skip
+        found.append(out)
+    np.testing.assert_array_equal(*found)
+    for keys in (True, False):
+        row = widened_row(keys_of[keys], 3, 31, keys=keys)[1:].reshape(-1)
+        want = digest_of(row, first=head_dim)
+        assert found[0][2, 1 if keys else 2] == want

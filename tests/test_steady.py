@@ -29,6 +29,7 @@ LAYOUTS = [
     {"tp": 2},
     {"tp": 2, "temperature": 0.8},
     {"tp": 3, "arithmetic": "int8"},
+    {"tp": 2, "kv": "int8"},
     {"tp": 2, "pp": 2},
     {"tp": 2, "leak": "late"},  # ranks that wait for long, and say for whom
 ]

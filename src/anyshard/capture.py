@@ -11,10 +11,11 @@ J keys (positions 0..p), G KV heads here, d head dim, V vocabulary rows here.
 A file holds, of a row: `trail` [L+1, D] (residual at the start of the stage, and after each of
 its layers), `table` (token, position, slot as this rank has them), `hop_out`, `hop_in`, `x_send`
 [D]; of the layer: `x_in`, `q`, `keys`, `values` [J, G, ..] (as `packed_row` gives them),
-`attention`, `ffn`, `x_o`, `x_down`, and for o and down `nodes_*` [n, D] after the linear, `published_*` as the exchange began,
-`received_*_<tp>` as it ended and `read_*_<tp>` once the reduce was over; of a sampled row
-`x_head`, `logits` [V], `published_logits`, `received_logits_<tp>`, `gathered`; where nobody wants
-logits, `pair` (value and bits of the id of this rank's best one, as it is sent).
+`attention`, `ffn`, `x_o`, `x_down`, and for o and down `nodes_*` [n, D] after the linear,
+`published_*` as the exchange began, `received_*_<tp>` as it ended and `read_*_<tp>` once the reduce
+was over; of a sampled row `x_head`, `logits` [V], `published_logits`, `received_logits_<tp>`,
+`gathered`; where nobody wants logits, `pair` (value and bits of the id of this rank's best one, as
+it is sent).
 """
 
 from __future__ import annotations

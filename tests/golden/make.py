@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.widen import BLOCK, TensorType, widen
-from anyshard.config import INT8_LEAF, Profile
+from anyshard.config import INT8_LEAF, KvType, Profile
 from anyshard.layout import Tree
 from anyshard.ops import exact
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.digest import digest_keys
+from anyshard.ops.kv_pages import packed_row, page_shape, store_row
 from anyshard.ops.quant import quantize_weights, split_blocks
 from anyshard.ops.rope import rope_table
 from anyshard.ops.storage import pack_lanes, pack_q8_0
@@ -182,17 +184,17 @@ def _steep_norm(module: Any, pool: Any, width: int, stream: int) -> F32:
 def qkv(module: Any, pool: Any) -> dict[str, F32 | I32]:
     """Norm, three linears with bias, RoPE by absolute position, pages written; with head norms."""
     d = HEAD_DIM
-    plain = _qkv(module, pool, (None, None))
-    normed = _qkv(module, pool, (hashed(48, d), hashed(49, d)))
+    plain, normed = (_qkv(module, pool, w) for w in ((None,) * 2, (hashed(48, d), hashed(49, d))))
     assert np.array_equal(plain["v"], normed["v"])
     return plain | {"q normed": normed["q"], "k normed": normed["k"]}
 
 
-def _qkv(module: Any, pool: Any, norms: tuple[F32 | None, F32 | None]) -> dict[str, F32 | I32]:
+def _qkv(module: Any, pool: Any, norms: Any, kv: KvType = "f32") -> dict[str, Any]:
     hidden, heads, kv_heads, d, rows = 72, 3, 2, HEAD_DIM, len(POSITIONS)
     cos, sin = rope_table(301, d, 10_000.0)
     table = np.arange(10, dtype=np.int32)[::-1].reshape(1, 10).copy()
-    k_cache, v_cache = zeros(10, kv_heads, d, 32), zeros(10, kv_heads, 32, d)
+    blank = partial(np.zeros, dtype="i1" if kv == "int8" else "f4")
+    k_cache, v_cache = (blank((10, 2, *page_shape(kv, d, keys=k))) for k in (True, False))
     q_out = zeros(rows, heads * d)
     lengths, merges, _, _ = leaves(hidden)
     positions = np.array(POSITIONS, np.int32)
@@ -205,15 +207,26 @@ def _qkv(module: Any, pool: Any, norms: tuple[F32 | None, F32 | None]) -> dict[s
         *norms, lengths, merges, d, 0.375, cos, sin, positions, q_out, k_cache, v_cache,
         table, np.zeros(rows, np.int32), faults(rows), 1,
     ).run(rows)  # fmt: skip
-    pages, lanes = table[0, positions // 32], positions % 32
-    return {
-        "q": q_out,
-        "k": np.stack([k_cache[p, :, :, j] for p, j in zip(pages, lanes, strict=True)]),
-        "v": np.stack([v_cache[p, :, j] for p, j in zip(pages, lanes, strict=True)]),
-    }
+    places = np.stack([table[0, positions // 32], positions % 32], axis=1)
+    k, v = ([packed_row(c, *at, keys=c is k_cache) for at in places] for c in (k_cache, v_cache))
+    return {"q": q_out, "k": np.stack(k), "v": np.stack(v)}
 
 
-def attention(module: Any, pool: Any) -> dict[str, F32 | I32]:
+def kv_int8(module: Any, pool: Any) -> dict[str, Any]:
+    """Keys and values as they are stored, and attention over such pages."""
+    return _qkv(module, pool, (None, None), "int8") | attention(module, pool, int8=True)
+
+
+def in_int8(pages: F32, *, keys: bool) -> NDArray[np.int8]:
+    """Pages [P, G, d, 32] or [.., 32, d] of float32 as int8."""
+    shape = page_shape("int8", pages.shape[2 if keys else 3], keys=keys)
+    found = np.zeros((*pages.shape[:2], *shape), np.int8)
+    for page, lane in np.ndindex(len(pages), 32):
+        store_row(found, page, lane, packed_row(pages, page, lane, keys=keys), keys=keys)
+    return found
+
+
+def attention(module: Any, pool: Any, *, int8: bool = False) -> dict[str, F32 | I32]:
     """Rows at positions 0, 31, 32 and 300: one block, all stripes, a second round of a stripe."""
     found: dict[str, F32 | I32] = {}
     for d, stream in ((16, 50), (80, 60)):
@@ -224,9 +237,12 @@ def attention(module: Any, pool: Any) -> dict[str, F32 | I32]:
         last = int(table[0, POSITIONS[-1] // 32])
         k_cache[last, :, :, POSITIONS[-1] % 32 + 1 :] = np.nan  # past the end of the sequence
         v_cache[last, :, POSITIONS[-1] % 32 + 1 :] = np.nan
+        caches: Any = k_cache, v_cache
+        if int8:
+            caches = [in_int8(each, keys=each is k_cache) for each in caches]
         out, marked = zeros(rows, heads * d), faults(rows)
         module.Attention(
-            pool, hashed(stream + 2, rows, heads * d, binades=1), k_cache, v_cache, table,
+            pool, hashed(stream + 2, rows, heads * d, binades=1), *caches, table,
             np.zeros(rows, np.int32), np.array(POSITIONS, np.int32), d,
             np.array([0, 1, 1], np.int32), out, marked, 1,
         ).run(rows)  # fmt: skip
@@ -496,6 +512,7 @@ OPS: Mapping[str, Callable[..., Mapping[str, NDArray[Any]]]] = {
     "gate_up": gate_up,
     "head": head,
     "int8": int8,
+    "kv_int8": kv_int8,
     "linear": linear,
     "qkv": qkv,
     "reduce": reduce,
@@ -520,7 +537,8 @@ def profile_sha256(name: str = "") -> str:
     constants = constants_sha256()
     if name == "int8":
         return Profile(arithmetic="int8", leaf=INT8_LEAF, constants_sha256=constants).sha256()
-    return Profile(constants_sha256=constants).sha256()
+    kv: KvType = "int8" if name == "kv_int8" else "f32"
+    return Profile(constants_sha256=constants, kv=kv).sha256()
 
 
 def stored(name: str, folder: Path = HERE) -> Vectors:
@@ -561,8 +579,7 @@ def write(name: str, made: Vectors, folder: Path = HERE) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the files again")
-    asked = parser.parse_args().write
-    pool, differing = reference_ops.Pool(), []
+    asked, pool, differing = parser.parse_args().write, reference_ops.Pool(), []
     for name in ("primitives", *OPS):
         found = primitives() if name == "primitives" else OPS[name](reference_ops, pool)
         made = texts(found)

@@ -15,6 +15,7 @@ from mutants.attention import (
     DistinctKvHeads,
     LocalConstants,
     NormTogether,
+    ScaleOverTokens,
     Unmasked,
     WrongKvHead,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "PositionReset",
     "PreviousChunk",
     "ReusedHopBuffer",
+    "ScaleOverTokens",
     "StaleExchange",
     "StaleRow",
     "SwappedMerge",

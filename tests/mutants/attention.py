@@ -11,8 +11,9 @@ import numpy as np
 from anyshard.binder import Binder
 from anyshard.model import Op, Program, Weight
 from anyshard.ops import reference as reference_ops
-from anyshard.ops.coefficients import LOG2_E
+from anyshard.ops.coefficients import KV_BLOCK, LOG2_E
 from anyshard.ops.exact import F32, I32, fma32
+from anyshard.ops.kv_pages import KV_GROUP, quantize_groups, unpack_row
 from anyshard.verify.naive import AlteredOps
 from anyshard.worker import Served, Worker
 
@@ -134,6 +135,38 @@ class BaseEAttention(reference_ops.Attention):
     ) -> tuple[I32, F32, F32]:
         high, total, out = super()._visit(q_Hd, page, visible, state, bad_H)
         return np.rint(high * LOG2_E).astype(np.int32), total, out
+
+
+class ScaleOverTokensQkv(reference_ops.Qkv):
+    """Values of all rows of a step have one scale for 32 dims: the largest of theirs."""
+
+    def store(self, k_MGd: F32, v_MGd: F32) -> None:
+        super().store(k_MGd, v_MGd)
+        most_MGd = np.broadcast_to(np.abs(v_MGd).max(axis=0), v_MGd.shape)
+        for row, (v_Gd, most_Gd) in enumerate(zip(v_MGd, most_MGd, strict=True)):
+            block, lane = divmod(int(self.positions[row]), KV_BLOCK)
+            page = int(self.page_table[self.row_slot[row], block])
+            _, scale_Gg = quantize_groups(most_Gd)
+            wide_Gd = np.repeat(scale_Gg, KV_GROUP, axis=1)[:, : self.head_dim]
+            q_Gd = np.clip(np.rint(v_Gd / np.where(wide_Gd > 0, wide_Gd, 1)), -127, 127)
+            scales = scale_Gg.astype(np.float16).view(np.int8)
+            packed = np.concatenate([q_Gd.astype(np.int8), scales], axis=1)
+            unpack_row(self.v_cache, page, lane, packed, keys=False)
+
+
+class ScaleOverTokensBinder(AlteredOpsBinder):
+    """Binds ScaleOverTokensQkv in layer 0."""
+
+    def _qkv(self, op: Op) -> Run:
+        if op.layer:
+            return super()._qkv(op)
+        return self.altered(super()._qkv, op, Qkv=ScaleOverTokensQkv)
+
+
+class ScaleOverTokens(Worker):
+    """See ScaleOverTokensQkv."""
+
+    binder_type: type[Binder] = ScaleOverTokensBinder
 
 
 class FirstLayerBinder(AlteredOpsBinder):

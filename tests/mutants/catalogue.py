@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from grid import INT8, Loaded
+from grid import INT8, KV8, Loaded
 
 import mutants as bugs
 from anyshard.launcher import RankMain
@@ -542,6 +542,18 @@ QUANTISED = [
 ]
 
 
+QUANTISED_KV = [
+    bug(
+        "scale shared along tokens",
+        "int8 values of a step have one scale for 32 dims, over all its tokens",
+        OURS,
+        bugs.ScaleOverTokens,
+        shows(A9 + KV8, "layers.0.qkv", chunk=7),
+        shows(DEMO + INT8 + KV8, "layers.0.qkv", chunk=7),
+    ),
+]
+
+
 def near_tie(temperature: str, seed: int) -> Sampling:
     """Of the drawn token's score and the next one's, only a rounding decides."""
     return Sampling(temperature=float.fromhex(temperature), seed=seed)
@@ -564,5 +576,5 @@ BUILDS = [
 ]
 
 MUTANTS: tuple[Mutant, ...] = (
-    *(*SUMS, *HEADS, *ROWS, *STAGES, *VOCABULARY, *WEIGHTS, *QUANTISED, *BUILDS),
+    *(*SUMS, *HEADS, *ROWS, *STAGES, *VOCABULARY, *WEIGHTS, *QUANTISED, *QUANTISED_KV, *BUILDS),
 )

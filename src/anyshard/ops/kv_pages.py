@@ -4,8 +4,8 @@ float32: K [d, 32], so that a lane of the score is a key; V [32, d]. int8: the s
 then float16 scales [d / 32 rounded up, 32 keys], as rows of 32 bytes: either is one array
 [d + 2 * groups, 32]. A scale belongs to one key or value, KV head and 32 dims, and never spans
 tokens: scale = float16(amax / 127), q = rint(x / scale) clamped to +-127, both 0 if the scale is 0.
-An infinity or NaN, or a scale beyond float16, makes the scale NaN and q 0, so that the next score or
-output shows it.
+An infinity or NaN, or a scale beyond float16, makes the scale NaN and q 0, so that the next score
+or output shows it.
 
 Shapes: P pages, G KV heads, d head dim, g scale groups of a head.
 Source: docs/numerics.md, KV int8. Held by: test_kv_int8.py, and the golden vectors.

@@ -199,13 +199,15 @@ class Qkv:
             return
         k_MN = self._rotated(self.k(h_MD), self.k_norm, rows)
         k_MGd = k_MN.reshape(rows, -1, self.head_dim)
-        v_MGd = self.v(h_MD).reshape(rows, -1, self.head_dim)
-        position = self.positions[:rows]
-        page = self.page_table[self.row_slot[:rows], position // KV_BLOCK]
-        for row in range(rows):
-            lane = position[row] % KV_BLOCK
-            store_row(self.k_cache, page[row], lane, k_MGd[row], keys=True)
-            store_row(self.v_cache, page[row], lane, v_MGd[row], keys=False)
+        self.store(k_MGd, self.v(h_MD).reshape(rows, -1, self.head_dim))
+
+    def store(self, k_MGd: F32, v_MGd: F32) -> None:
+        """Put the rows of a step into their pages."""
+        for row in range(len(k_MGd)):
+            block, lane = divmod(int(self.positions[row]), KV_BLOCK)
+            page = int(self.page_table[self.row_slot[row], block])
+            store_row(self.k_cache, page, lane, k_MGd[row], keys=True)
+            store_row(self.v_cache, page, lane, v_MGd[row], keys=False)
 
     def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: int) -> F32:
         half = self.head_dim // 2
