@@ -1,5 +1,5 @@
-// Attention over the history as it lies: no stripes, one softmax over a segment of pages, the sums
-// of values in registers over all of it. What a state holds, and the tiles, are attention.h's.
+// Attention over a float32 history as it lies: no stripes, one softmax over a segment of pages, the
+// sums of values in registers over all of it. What a state holds, and the tiles, are attention.h's.
 //
 // The op asks for eight stripes. Stripe 0 is the whole history; for a decode step on several
 // threads (Spans == 2) it is the first half, and stripe 4, which the tree merges with it last, the
@@ -15,8 +15,8 @@ struct Segment {
   const AttentionUnit& unit;
   int start;  // blocks
   int stop;
-  const float* keys(int block) const { return unit.k_head + page(block); }
-  const float* values(int block) const { return unit.v_head + page(block); }
+  const uint8_t* keys(int block) const { return unit.k_head + page(block); }
+  const uint8_t* values(int block) const { return unit.v_head + page(block); }
   // From a page to the next, to be asked for early: 0 at the end.
   ptrdiff_t next(int block) const {
     if (block == unit.last_block) return 0;
@@ -76,8 +76,7 @@ inline float soften(float* scores, size_t stride, int num_blocks, int last_visib
 // o = o * factor + probabilities * values over all pages of a segment, the sums in registers.
 template <int Pairs, int Vectors>
 struct SpanTile {
-  using Values = ValueTile<Pairs, Vectors, false>;
-  using PairTile = typename Values::PairTile;
+  using Values = ValueTile<Pairs, Vectors, FloatElement, false>;
 
   template <int... R, int... V>
   static ANYSHARD_INLINE void run(const Segment& segment, int dim, const float* weights,
@@ -87,15 +86,17 @@ struct SpanTile {
     Vec acc[Pairs * Vectors];
     (Values::template scale_row<R>(acc, out + R * stride, broadcast(factors[R]), vectors), ...);
     for (int block = segment.start; block < segment.stop; ++block) {
-      const float* values = segment.values(block) + dim;
+      const uint8_t* values = segment.values(block) + dim * FloatElement::kBytes;
       const ptrdiff_t next = segment.next(block);
       const int count = block == segment.stop - 1 ? last_count : kBlock;
       for (int j = 0; j < count; ++j) {
-        __builtin_prefetch(values + next);
-        if (Vectors > 2) __builtin_prefetch(values + next + kLineFloats);
-        const Vec v[Vectors] = {load(values + V * kLanes)...};
-        (PairTile::template row_step<R>(acc, v, broadcast(weights[R * kBlock + j]), vectors), ...);
-        values += head_dim;
+        ask<FloatElement, Vectors / 2>(values + next);
+        const Vec w[Pairs] = {broadcast(weights[R * kBlock + j])...};
+        (Values::template vector_step<V>(
+             acc, w, FloatElement::get(values + V * kLanes * FloatElement::kBytes),
+             typename CountTo<Pairs>::type{}),
+         ...);
+        values += head_dim * FloatElement::kBytes;
       }
       weights += Pairs * kBlock;
     }
@@ -119,9 +120,10 @@ inline __attribute__((noinline)) void visit_segment(const Segment& segment, cons
   const int head_dim = segment.unit.head_dim;
   const int num_blocks = segment.stop - segment.start;
   for (int block = segment.start; block < segment.stop; ++block) {
-    ScoreTile<Pairs, true>::run(pairs, segment.keys(block), segment.next(block), head_dim,
-                                scores + static_cast<size_t>(block - segment.start) * kStep,
-                                typename CountTo<Pairs>::type{});
+    ScoreTile<Pairs, FloatElement, true>::run(
+        pairs, segment.keys(block), segment.next(block), head_dim,
+        scores + static_cast<size_t>(block - segment.start) * kStep,
+        typename CountTo<Pairs>::type{});
   }
   float factors[Pairs];
   int common = kBlock;
@@ -143,8 +145,9 @@ inline __attribute__((noinline)) void visit_segment(const Segment& segment, cons
     const int rest = pairs[r].num_visible - common;
     if (rest == 0) continue;
     const float one = 1.0f;
-    add_values<1, false>(segment.values(segment.stop - 1) + common * head_dim, 0, head_dim,
-                         last + r * kBlock + common, &one, rest, out + r * stride, stride);
+    add_values<1, FloatElement, false>(
+        segment.values(segment.stop - 1) + common * head_dim * FloatElement::kBytes, 0, head_dim,
+        {last + r * kBlock + common, 0}, &one, rest, out + r * stride, stride);
   }
 }
 

@@ -11,7 +11,7 @@ constexpr Kernels free_order(Kernels kernels) {
   kernels.norm = free_norm;
   kernels.linear = free_linear;
   kernels.attention_stripe = free_stripe<Spans>;
-  kernels.attention_page = nullptr;
+  kernels.attention_block = nullptr;
   kernels.attention_merge = free_merge;
   kernels.reduce = free_reduce;
   return kernels;

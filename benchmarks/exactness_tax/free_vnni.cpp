@@ -22,7 +22,7 @@ Kernels with_int8(Kernels kernels) {
 }  // namespace free_vnni
 
 Kernels without_sweeps(Kernels kernels) {
-  kernels.attention_page = nullptr;
+  kernels.attention_block = nullptr;
   return kernels;
 }
 

@@ -7,6 +7,7 @@ table.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -18,6 +19,7 @@ from anyshard.ops.kv_pages import Pages, page_bytes, page_shape
 __all__ = ["KvCache"]
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
+HUGE = 1 << 23  # bytes from which on huge pages are asked for: of less, they would be a large part
 
 
 class KvCache:
@@ -46,6 +48,9 @@ class KvCache:
         shape = (num_layers, num_pages, num_heads)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, max(self.bytes, mmap.PAGESIZE), flags=flags)
+        if self.bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._memory, np.int8 if profile.kv == "int8" else np.float32)
         half = self.bytes // 2 // whole.itemsize
         self._k, self._v = (

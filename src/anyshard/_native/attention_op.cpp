@@ -11,8 +11,6 @@ constexpr int kWholeBlocks = 3;
 // After stripe i, that many merges of the two newest states: the tree over eight stripes.
 constexpr int kStripeMerges[kStripes] = {0, 1, 0, 2, 0, 1, 0, 3};
 constexpr int kOpenStates = 4;
-// KV heads that one row goes through side by side, block by block: their pages lie together.
-constexpr size_t kSweepUnits = 4;
 
 }  // namespace
 
@@ -47,7 +45,8 @@ Attention::Attention(Pool& pool, const Arguments& a)
   if (pool.threads() > 1) stripe_units_ = static_cast<size_t>(3 * pool.threads());
   int most_heads = 0;
   for (const Unit& group : head_groups_) most_heads = std::max(most_heads, group.num_heads());
-  const size_t sweep = kSweepUnits * kStripes * static_cast<size_t>(most_heads) * state_floats_;
+  const size_t sweep =
+      size_t{kSweepUnits} * kStripes * static_cast<size_t>(most_heads) * state_floats_;
   pool.reserve(stripe_units_ * kStripes * states, std::max(kOpenStates * states, sweep));
 }
 
@@ -160,7 +159,7 @@ void Attention::run_unit(const Thread& thread, const Unit& unit) const {
 }
 
 bool Attention::are_alone(int rows) const {
-  return pool_.kernels().attention_page != nullptr &&
+  return pool_.kernels().attention_block != nullptr &&
          num_units_ == static_cast<size_t>(rows) * head_groups_.size();
 }
 
@@ -169,7 +168,7 @@ bool Attention::are_alone(int rows) const {
 void Attention::run_sweep(const Thread& thread, size_t first, size_t step, size_t count) const {
   const Kernels& kernels = thread.kernels;
   for (size_t done = 0; done < count; done += kSweepUnits) {
-    const size_t num_units = std::min(kSweepUnits, count - done);
+    const size_t num_units = std::min(size_t{kSweepUnits}, count - done);
     AttentionUnit units[kSweepUnits];
     float* states[kSweepUnits];
     size_t sets[kSweepUnits];  // floats of a stripe's states
@@ -182,9 +181,9 @@ void Attention::run_sweep(const Thread& thread, size_t first, size_t step, size_
     }
     for (int block = 0; block <= units[0].last_block; ++block) {
       const size_t stripe = static_cast<size_t>(stripe_of(block % kStripes));
-      for (size_t i = 0; i < num_units; ++i) {
-        kernels.attention_page(units[i], block, states[i] + stripe * sets[i]);
-      }
+      float* here[kSweepUnits];
+      for (size_t i = 0; i < num_units; ++i) here[i] = states[i] + stripe * sets[i];
+      kernels.attention_block(units, static_cast<int>(num_units), block, 1, here);
     }
     for (size_t i = 0; i < num_units; ++i) {
       for (int block = units[i].last_block + 1; block < kStripes; ++block) {
@@ -212,7 +211,7 @@ void Attention::run_stripe(const Thread& thread, int item, int step) const {
   const Kernels& kernels = thread.kernels;
   const size_t set = kMaxPairs * state_floats_;
   const int stripe = item % kStripes;
-  const size_t first = static_cast<size_t>(item / kStripes);
+  size_t first = static_cast<size_t>(item / kStripes);
   const auto states = [&](size_t unit) {
     return thread.common + (unit * kStripes + static_cast<size_t>(stripe)) * set;
   };
@@ -224,9 +223,17 @@ void Attention::run_stripe(const Thread& thread, int item, int step) const {
     }
     return;
   }
-  for (int block = stripe_of(stripe); block <= description.last_block; block += kStripes) {
-    for (size_t unit = first; unit < num_units_; unit += static_cast<size_t>(step)) {
-      kernels.attention_page(describe(units_[unit]), block, states(unit));
+  for (; first < num_units_; first += static_cast<size_t>(step) * kSweepUnits) {
+    AttentionUnit units[kSweepUnits];
+    float* here[kSweepUnits];
+    int count = 0;
+    for (size_t unit = first; unit < num_units_ && count < kSweepUnits; ++count) {
+      units[count] = describe(units_[unit]);
+      here[count] = states(unit);
+      unit += static_cast<size_t>(step);
+    }
+    for (int block = stripe_of(stripe); block <= units[0].last_block; block += kStripes) {
+      kernels.attention_block(units, count, block, kStripes, here);
     }
   }
 }

@@ -26,6 +26,7 @@ constexpr int kKvGroup = 32;      // dims of a head that share a scale in an int
 constexpr int kStripes = 8;       // interleaved sequences of blocks, merged by a fixed tree
 constexpr int kMaxHeadDim = 256;  // dims of one head
 constexpr int kMaxPairs = 32;     // (row, query head) pairs of one attention unit
+constexpr int kSweepUnits = 4;    // KV heads that one row goes through side by side, block by block
 constexpr int kStateHeader = 8;   // floats before o[d] in an attention state
 constexpr int kRowBlock = 256;    // rows that share one pass over a group of panels
 constexpr int kLineFloats = 16;   // floats of a cache line
@@ -173,8 +174,10 @@ struct Kernels {
   // Fills states[pair] (stride head_dim + kStateHeader floats) for one stripe; of one that has no
   // block only the header, and no more of it is read.
   void (*attention_stripe)(const AttentionUnit&, int stripe, float* states);
-  // One block of a stripe, whose blocks come in order; null: only whole stripes can be had.
-  void (*attention_page)(const AttentionUnit&, int block, float* states);
+  // One block of up to kSweepUnits units of one row; the next call's is `step` blocks on.
+  // states[i]: of unit i's pairs, in the block's stripe. Null: only whole stripes can be had.
+  void (*attention_block)(const AttentionUnit* units, int num_units, int block, int step,
+                          float* const* states);
   // left = merge(left, right), num_pairs states with the given stride.
   void (*attention_merge)(int head_dim, int num_pairs, float* left, const float* right,
                           size_t stride);
