@@ -84,3 +84,79 @@ def test_against_float64_it_is_reported_and_not_judged(capfd: Capture, model: Pa
 def test_an_unknown_type_is_refused(capfd: Capture) -> None:
     assert main(["generate", "--prompt", "a", "--kv-cache-dtype", "fp8"]) == 2
     assert '"auto", "f32", "int8"' in capfd.readouterr().err
+
+
+# --- --kv-memory --------------------------------------------------------------------------------
+
+PAGE = 32 * 3 * 64 * 2 * 4 * 30  # bytes of 32 tokens of the demo model: 3 KV heads of 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "page"),
+    [((), PAGE), (("--kv-cache-dtype", "int8"), PAGE * 17 // 64), (("-tp", "2"), PAGE * 4 // 3)],
+)
+def test_as_many_pages_as_fit_are_allocated(
+    capfd: Capture, flags: tuple[str, ...], page: int
+) -> None:
+    """Two ranks both hold KV head 1 of 0, 1, 2."""
+    run = [
+        "generate",
+        "--prompt",
+        "a b c",
+        "-n",
+        "40",
+        "--ignore-eos",
+        "--json",
+        "--comm",
+        "threads",
+    ]
+    assert main([*run, *flags]) == 0
+    whole = json.loads(capfd.readouterr().out)
+    prompts = ["--prompt", "d e f g", "--prompt", "h", "--max-num-seqs", "3"]
+    memory = ["--kv-memory", str(page * 3 + page - 1), "--max-model-len", "64"]
+    assert main([*run, *prompts, *flags, *memory]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert sum(found["kv_bytes"]) == 3 * page
+    first = found["results"][0]
+    assert (first["logits_sha256"], first["tokens"]) == (whole["logits_sha256"], whole["tokens"])
+    assert [len(each["tokens"]) for each in found["results"]] == [40, 40, 40]
+
+
+def test_the_start_says_how_many_tokens_fit(capfd: Capture) -> None:
+    run = ["generate", "--prompt", "a b c", "-n", "4", "--comm", "threads"]
+    assert main([*run, "--kv-memory", f"{PAGE * 9}", "--max-model-len", "288"]) == 0
+    assert "· room for 288 tokens" in capfd.readouterr().err
+    assert main([*run, "--kv-memory", "1Gi"]) == 0
+    assert "· room for 32 tokens" in capfd.readouterr().err  # no more than is needed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--kv-memory", "3k"), "--kv-memory is '3k'; a size such as 512M, 2G or 2Gi"),
+        (("--kv-memory", "0"), "--kv-memory is '0'; a size such as"),
+        (("--kv-memory", str(PAGE - 1)), "holds no page: 32 tokens take"),
+        (
+            ("--kv-memory", str(PAGE * 2), "--max-model-len", "65"),
+            f"--max-model-len is 65, but --kv-memory {PAGE * 2} has room for 64 tokens",
+        ),
+        (("--kv-memory", str(PAGE * 2), "-n", "90"), "and 90 more were asked for, but the context"),
+        (("--kv-memory", str(PAGE * 2), "-n", "90"), "or raise --kv-memory"),
+    ],
+)
+def test_more_than_fits_is_refused_before_anything_is_loaded(
+    capfd: Capture, flags: tuple[str, ...], said: str
+) -> None:
+    assert main(["generate", "--prompt", "a b c", *flags]) == 2
+    refused = capfd.readouterr().err
+    assert said in refused and refused.count("\n") == 1
+
+
+def test_doctor_counts_what_kv_memory_takes(capfd: Capture) -> None:
+    for flags, pages in ((("--kv-memory", str(PAGE * 4)), 4), (("--kv-memory", "1T"), 5), ((), 5)):
+        limit = ["--max-model-len", str(32 * pages)]
+        assert main(["doctor", "--json", *limit, *flags]) == 0
+        facts = json.loads(capfd.readouterr().out)
+        assert facts["memory"]["kv"] == PAGE * pages
+    assert main(["doctor", "--max-model-len", "160", "--kv-memory", str(PAGE * 4)]) == 2
+    assert "has room for 128 tokens" in capfd.readouterr().err

@@ -138,7 +138,8 @@ def loader(
 class EngineOptions:
     """How to run, none of which changes a bit: bodies, wires, threads, chunk, sizes.
 
-    threads None: cores divided by local ranks. deadline_s bounds every wait for a rank.
+    threads None: cores divided by local ranks. kv_pages: most pages for keys and values; else what
+    max_num_seqs sequences of max_model_len tokens take. deadline_s bounds every wait for a rank.
     prompt_logits: most that the requests in flight ask for together. record: keep digests of what
     every op writes, for `Engine.digests`.
     capture: what ranks copy to be looked at (`capture.py`).
@@ -150,6 +151,7 @@ class EngineOptions:
     chunk: int = 256
     max_num_seqs: int = 32
     max_model_len: int
+    kv_pages: int | None = None
     deadline_s: float = 10.0
     prompt_logits: int = 0
     page_order: tuple[int, ...] | None = None
@@ -199,7 +201,9 @@ def plan_epoch(
     config, profile, layout = here.config, here.profile, here.layout
     slots = options.max_num_seqs
     blocks = pages_for(options.max_model_len, block=profile.kv_block)
-    pages = options.page_order or range(slots * blocks)
+    needed = slots * blocks
+    most = needed if options.kv_pages is None else min(needed, options.kv_pages)
+    pages = options.page_order or range(most)
     limits = Limits(
         rows_max=options.chunk + slots,
         chunk=options.chunk,
@@ -303,12 +307,17 @@ class Engine:
             )
         )
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values fit, of all sequences together."""
+        return self._num_pages * self.limits.block
+
     def submit(self, request: Request) -> int:
         """Queue a request; returns its id.
 
         Raises: PromptTooLong if prompt and answer exceed the context.
         """
-        limit = min(self.options.max_model_len, self._num_pages * self.limits.block)
+        limit = min(self.options.max_model_len, self.kv_tokens)
         if len(request.prompt) + request.max_tokens > limit:
             raise PromptTooLong(
                 prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=limit

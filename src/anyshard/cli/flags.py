@@ -19,7 +19,15 @@ from anyshard.config import KvType
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
 
-__all__ = ["BenchFlags", "PromptFlags", "SamplingFlags", "SplitFlags", "in_range", "whole_numbers"]
+__all__ = [
+    "BenchFlags",
+    "PromptFlags",
+    "SamplingFlags",
+    "SplitFlags",
+    "in_range",
+    "num_bytes",
+    "whole_numbers",
+]
 
 
 MAX_PROMPTS_BYTES = 1 << 26
@@ -64,6 +72,8 @@ class SplitFlags:
     "Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised."
     kv_cache_dtype: Literal["auto", "f32", "int8"] = "auto"
     "Keys and values as float32 (auto, f32), or as int8 with a scale for every 32 dims of each."
+    kv_memory: str | None = None
+    "Memory for keys and values of all ranks, such as 2G; else what prompts and answers may need."
     max_model_len: int | None = None
     "Tokens that prompt and answer may hold together; by default what is asked for (chat: 4096)."
     max_num_seqs: int | None = None
@@ -81,6 +91,7 @@ class SplitFlags:
         in_range("max-model-len", self.max_model_len, 2, 1 << 24)
         in_range("max-num-seqs", self.max_num_seqs, 1, 4096)
         in_range("deadline", self.deadline, 0.1, 86400.0)
+        assert self.kv_memory_bytes is None or self.kv_memory_bytes > 0
         for flag, asked, cut in (
             ("-tp", self.tensor_parallel_size, self.head_counts),
             ("-pp", self.pipeline_parallel_size, self.layer_counts),
@@ -100,6 +111,11 @@ class SplitFlags:
     def kv(self) -> KvType:
         """The type of keys and values that --kv-cache-dtype means."""
         return "int8" if self.kv_cache_dtype == "int8" else "f32"
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """--kv-memory as a number. Raises: OptionError."""
+        return None if self.kv_memory is None else num_bytes("kv-memory", self.kv_memory)
 
     @property
     def head_counts(self) -> tuple[int, ...] | None:
@@ -228,6 +244,18 @@ def in_range(name: str, value: float | None, least: float, most: float) -> None:
     """Raises: OptionError with the value and what is possible, unless None or in range."""
     if value is not None and not least <= value <= most:
         raise OptionError(f"--{name} is {value}; it can be {least} to {most}")
+
+
+_SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(i?))?B?")
+
+
+def num_bytes(name: str, text: str) -> int:
+    """`512M` (million), `2Gi` (2^30) or plain bytes. Raises: OptionError, also for none."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not int(found[1]):
+        raise OptionError(f"--{name} is {text[:40]!r}; a size such as 512M, 2G or 2Gi is needed")
+    power = " KMGT".index(found[2] or " ")
+    return int(found[1]) * int((1024 if found[3] else 1000) ** power)
 
 
 def whole_numbers(

@@ -156,7 +156,13 @@ class _Generate:
         if max_tokens is None:
             max_tokens = min(DEFAULT_MAX_TOKENS, max(1, room))
         if max_tokens > room:
-            raise PromptTooLong(prompt_tokens=len(prompt), max_tokens=max_tokens, limit=limit)
+            raise PromptTooLong(
+                prompt_tokens=len(prompt),
+                max_tokens=max_tokens,
+                limit=limit,
+                remedy="shorten the prompt or lower --max-tokens"
+                + (", or raise --kv-memory" if self.split.kv_memory else ""),
+            )
         return Request(
             prompt=tuple(prompt),
             max_tokens=max_tokens,
@@ -259,7 +265,8 @@ class _Generate:
             f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
             f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s\n"
             f"{engine.layout.describe()} · heads {heads} · layers {layers} · {layout['comm']} · "
-            f"{engine.profile.name} {engine.body} x{engine.threads}",
+            f"{engine.profile.name} {engine.body} x{engine.threads} · room for {engine.kv_tokens} "
+            "tokens",
             file=sys.stderr,
         )
         for index, outcome in enumerate(outcomes):

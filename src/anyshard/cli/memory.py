@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from anyshard.comm.base import CommKind
     from anyshard.model import Program
 
-__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need"]
+__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need", "pages_in"]
 
 DEFAULT_SEQUENCES: Final = 32  # of --max-num-seqs
 PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
@@ -80,14 +80,16 @@ def memory_need(
     tokens: int,
     num_seqs: int,
     chunk: int,
+    kv_pages: int | None = None,
     comm: Literal["auto"] | CommKind = "auto",
     record: bool = False,
     prompt_logits: int = 0,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    comm: the wire, for what the ranks import. prompt_logits: prompt tokens whose logits are asked
-    for. record: at most `num_seqs` runs are held, each until it has ended.
+    kv_pages: most of --kv-memory. comm: the wire, for what the ranks import. prompt_logits: prompt
+    tokens whose logits are asked for. record: at most `num_seqs` runs are held, each until it has
+    ended.
 
     KV counts in full, though its pages are touched only as tokens arrive: what has been admitted
     must not fail for memory later. Held by: test_admission.py (the sizes of a run).
@@ -105,13 +107,14 @@ def memory_need(
         threads=1,
         record=record,
         prompt_logits=prompt_logits,
+        kv_pages=kv_pages,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
     arithmetic = programs[0].profile.arithmetic
     _, weights = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
     return MemoryNeed(
         weights=weights,
-        kv=sum(kv_bytes(each, tokens=tokens) for each in programs) * num_seqs,
+        kv=sum(page_bytes(each) for each in programs) * plan.ranks.num_pages,
         buffers=RegionLayout.of(plan.sizes).total_bytes
         + sum(buffer_bytes(each, plan.ranks) for each in programs)
         + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0)
@@ -123,7 +126,25 @@ def memory_need(
     )
 
 
+def page_bytes(part: Program) -> int:
+    """Bytes of one rank for a page, over its layers and KV heads."""
+    return sum(op.kv_bytes_per_key for op in part.ops) * part.profile.kv_block
+
+
 def kv_bytes(part: Program, *, tokens: int) -> int:
     """Bytes of one rank for one sequence, in whole pages."""
-    block = part.profile.kv_block
-    return sum(op.kv_bytes_per_key for op in part.ops) * (-(-tokens // block) * block)
+    return page_bytes(part) * -(-tokens // part.profile.kv_block)
+
+
+def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
+    """Pages that the ranks together hold in so many bytes.
+
+    Raises: LayoutError with both numbers if not one.
+    """
+    of_all = sum(page_bytes(each) for each in programs)
+    if kv_memory < of_all:
+        raise LayoutError(
+            f"--kv-memory {size_text(kv_memory)} holds no page: {programs[0].profile.kv_block} "
+            f"tokens take {size_text(of_all)} on these ranks"
+        )
+    return kv_memory // of_all

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyshard.cli.flags import SplitFlags
-from anyshard.cli.memory import DEFAULT_SEQUENCES, MemoryNeed, memory_need
+from anyshard.cli.memory import DEFAULT_SEQUENCES, MemoryNeed, memory_need, pages_in
 from anyshard.cli.screen import Bar
 from anyshard.errors import AnyshardError, OptionError
 from anyshard.host import read_memory
@@ -40,6 +40,7 @@ __all__ = [
     "rank_group",
     "start_engine",
     "wait_loaded",
+    "within_kv_memory",
 ]
 
 
@@ -49,7 +50,8 @@ class Opened:
 
     `limit` is the most tokens that one of the `num_seqs` sequences in flight may hold; it
     `is_final` unless the prompts may turn out to need less. `free`: bytes of memory before anything
-    is loaded, None where the system does not say. `record`: runs are recorded, weights hashed.
+    is loaded, None where the system does not say. `kv_pages`: most of --kv-memory. `record`: runs
+    are recorded, weights hashed.
     """
 
     flags: SplitFlags
@@ -61,6 +63,7 @@ class Opened:
     limit: int
     is_final: bool
     free: int | None
+    kv_pages: int | None = None
     record: bool = False
 
     @property
@@ -84,6 +87,7 @@ class Opened:
             tokens=tokens,
             num_seqs=self.num_seqs,
             chunk=self.flags.chunk,
+            kv_pages=self.kv_pages,
             comm=self.flags.comm,
             record=self.record,
         )
@@ -109,20 +113,43 @@ def open_model(
     checkpoint = open_checkpoint(_local(model, flags))
     profile = profile_of(checkpoint.arithmetic(flags.quantization), flags.kv)
     layout = layout_of(checkpoint.config, profile, flags)
+    programs = tuple(
+        program(checkpoint.config, profile, layout, rank) for rank in range(layout.world)
+    )
+    limit = context_limit(checkpoint.config, flags, default=default_len)
+    limit, kv_pages = within_kv_memory(programs, flags, limit)
     return Opened(
         flags=flags,
         checkpoint=checkpoint,
         profile=profile,
         layout=layout,
-        programs=tuple(
-            program(checkpoint.config, profile, layout, rank) for rank in range(layout.world)
-        ),
+        programs=programs,
         num_seqs=min(flags.max_num_seqs or DEFAULT_SEQUENCES, num_prompts),
-        limit=context_limit(checkpoint.config, flags, default=default_len),
+        limit=limit,
         is_final=flags.max_model_len is not None or default_len is not None,
         free=None if memory is None else memory[1],
+        kv_pages=kv_pages,
         record=record,
     )
+
+
+def within_kv_memory(
+    programs: Sequence[Program], flags: SplitFlags, limit: int
+) -> tuple[int, int | None]:
+    """Tokens that one sequence may hold, `limit` at most, and the pages of --kv-memory, if given.
+
+    Raises: OptionError with both numbers where --max-model-len asks for more.
+    """
+    if flags.kv_memory_bytes is None:
+        return limit, None
+    pages = pages_in(programs, flags.kv_memory_bytes)
+    tokens = pages * programs[0].profile.kv_block
+    if flags.max_model_len is not None and flags.max_model_len > tokens:
+        raise OptionError(
+            f"--max-model-len is {flags.max_model_len}, but --kv-memory {flags.kv_memory} has room "
+            f"for {tokens} tokens on these ranks"
+        )
+    return min(limit, tokens), pages
 
 
 def _local(model: str | None, flags: SplitFlags) -> str | None:
@@ -318,6 +345,7 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
             chunk=min(flags.chunk, limit),
             max_num_seqs=opened.num_seqs,
             max_model_len=limit,
+            kv_pages=opened.kv_pages,
             deadline_s=flags.deadline,
             record=opened.record,
         ),
