@@ -1,6 +1,7 @@
 """anyshard as an arm of the benchmark: the engine of the command line, kept warm.
 
     python arm_anyshard.py TP THREADS [MODEL] [--record] [--quantization none|int8|auto] [--rows N]
+                           [--kv f32|int8] [--context N]
 
 Ranks are forked processes, as in production; with --record, every run is recorded. Without
 --quantization the arithmetic is f32, whatever the model is stored as. --rows: most requests at
@@ -9,7 +10,8 @@ once.
 Answers one JSON line per line of stdin: {"prompt", "num_tokens"} gives {"tokens", "first_s",
 "rest_s", "logits_sha256"}: greedy, batch of one, logits handed to the front and hashed as
 `anyshard generate` does. With {"rows"} so many requests of that prompt run in one batch, with
-{"logits": false} nobody asks for logits.
+{"logits": false} nobody asks for logits, with {"session"} keys and values stay for the next run of
+that session, which goes on where its prompt differs.
 """
 
 from __future__ import annotations
@@ -31,15 +33,23 @@ from anyshard.layout import plan
 from anyshard.request import Request
 from anyshard.worker import rank_main
 
-CONTEXT = 512
+CONTEXT = 512  # tokens of a sequence, by default
 
 
 def run(
-    engine: Engine, prompt: list[int], num_tokens: int, *, rows: int, logits: bool
+    engine: Engine,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    rows: int,
+    logits: bool,
+    session: int | None = None,
 ) -> dict[str, Any]:
     """Seconds to the first token of all `rows` requests, and for the others together."""
     start = time.perf_counter()
-    request = Request(prompt=tuple(prompt), max_tokens=num_tokens, want_logits=logits)
+    request = Request(
+        prompt=tuple(prompt), max_tokens=num_tokens, want_logits=logits, session=session
+    )
     ids = [engine.submit(request) for _ in range(rows)]
     tokens: dict[int, list[int | None]] = {request_id: [] for request_id in ids}
     digest = hashlib.sha256()
@@ -71,11 +81,13 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--quantization", choices=("none", "int8", "auto"), default="none")
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--kv", choices=("f32", "int8"), default="f32")
+    parser.add_argument("--context", type=int, default=CONTEXT)
     asked = parser.parse_args()
     checkpoint = open_checkpoint(asked.model)
     arithmetic = checkpoint.arithmetic(asked.quantization)
-    profile = profile_of(arithmetic)
-    load = loader(checkpoint, threads=os.cpu_count() or 1, arithmetic=arithmetic)
+    profile = profile_of(arithmetic, asked.kv)
+    load = loader(checkpoint, threads=os.cpu_count() or 1, arithmetic=arithmetic, kv=asked.kv)
     group = fork_launcher(load, rank_main)
     try:
         config = checkpoint.config
@@ -84,7 +96,7 @@ def main() -> None:
         options = EngineOptions(
             threads=asked.threads,
             max_num_seqs=asked.rows,
-            max_model_len=CONTEXT,
+            max_model_len=asked.context,
             record=asked.record,
         )
         cores = len(os.sched_getaffinity(0))
@@ -98,6 +110,7 @@ def main() -> None:
                 command["num_tokens"],
                 rows=command.get("rows", 1),
                 logits=command.get("logits", True),
+                session=command.get("session"),
             )
             print(json.dumps(answer), flush=True)
         engine.close()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,17 +71,20 @@ class Llama:
             sys.exit(f"{program} {' '.join(arguments)} ended with {done.returncode}:\n{last}")
         return done.stdout + (done.stderr if with_log else "")
 
-    def bench(self, model: Path, task: hf.Task, threads: int) -> dict[str, Any]:
+    def bench(
+        self, model: Path, task: hf.Task, threads: int, more: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """One repetition after llama-bench's own warm-up; the record that it prints.
 
         A decode begins after as many tokens as ours does, so that both attend to the same past.
+        more: flags, such as those of its KV.
         """
         shape = (
             ("-p", str(task.prompt), "-n", "0")
             if task.name == "prefill"
             else ("-p", "0", "-n", str(task.new - 1), "-d", str(task.prompt))
         )
-        flags = ("-m", str(model), "-t", str(threads), "-r", "1", "-o", "json", *shape)
+        flags = ("-m", str(model), "-t", str(threads), "-r", "1", "-o", "json", *shape, *more)
         records: list[dict[str, Any]] = json.loads(self.run("llama-bench", *flags))
         assert len(records) == 1, f"llama-bench ran {len(records)} tests where one was asked"
         return records[0]
