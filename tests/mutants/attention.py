@@ -75,11 +75,12 @@ class DistinctKvHeads(Worker):
 class NormTogetherQkv(reference_ops.Qkv):
     """q_norm and k_norm over all heads of the rank at once."""
 
-    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: int) -> F32:
+    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: Any) -> F32:
         if norm_d is not None:
             weight = np.tile(norm_d, y_MN.shape[1] // len(norm_d))
-            fault = self.row_fault[:rows]
+            fault = self.row_fault[rows]
             y_MN = reference_ops.rms_norm(y_MN, weight, self.eps, fault, self.fault_code)
+            self.row_fault[rows] = fault
         return super()._rotated(y_MN, None, rows)
 
 
