@@ -124,7 +124,11 @@ def memory_need(
 
 
 def kv_bytes(part: Program, *, tokens: int) -> int:
-    """Bytes of one rank for one sequence, in whole pages."""
-    block = part.profile.kv_block
-    floats_per_token = sum(op.kv_floats_per_key for op in part.ops)
-    return 4 * floats_per_token * (-(-tokens // block) * block)
+    """Bytes of one rank for one sequence, in whole pages: those of its stripes."""
+    from anyshard.pages import pages_for
+    from anyshard.stripes import blocks_of
+
+    config, block = part.config, part.profile.kv_block
+    num_layers, num_heads = (stop - start for start, stop in (part.layers, part.kv_heads))
+    num_pages = blocks_of(part.stripes, pages_for(tokens, block=block))
+    return 2 * 4 * num_layers * num_heads * config.head_dim * block * num_pages
