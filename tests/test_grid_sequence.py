@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,8 +22,10 @@ from mutants import sequence
 from test_grid import needs
 
 from anyshard.checkpoint import open_checkpoint
+from anyshard.comm.control import Frame
 from anyshard.engine import Engine, EngineOptions
 from anyshard.errors import PromptTooLong
+from anyshard.ops import native_module
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool
 from anyshard.request import Request
@@ -250,6 +252,30 @@ def test_pages_that_are_no_whole_number_of_sequences_limit_what_is_admitted() ->
     with Driver(served_, max_model_len=96, rows_max=96) as driver:
         assert np.array_equal(found[ids[0]][0], driver.logits(model.prompt[:90])[-1])
         assert np.array_equal(found[ids[1]][0], driver.logits(model.prompt[:40])[-1])
+
+
+class Counted(Worker):
+    """Notes how many calls of Python a step is, before the head."""
+
+    calls: ClassVar[dict[int, int]] = {}
+
+    def step(self, frame: Frame) -> None:
+        self.calls[self.program.rank] = len(self.body)
+        super().step(frame)
+
+
+@pytest.mark.skipif(native_module() is None, reason="not compiled")
+@pytest.mark.parametrize(("tp", "pp", "layers"), [(2, 1, 3), (5, 1, 3), (3, 2, 3)])
+def test_a_step_stays_one_native_call_between_two_hops(tp: int, pp: int, layers: int) -> None:
+    """Also where a stage has an odd number of layers."""
+    each = cell(tp=tp, pp=pp, prompt_tokens=70)
+    Counted.calls.clear()
+    model = the_model(A9)
+    assert model.config.num_layers == layers
+    assert (
+        run_cell(model, each, rank_body=rank_body(Counted)).digest == baseline(model, each).digest
+    )
+    assert list(Counted.calls.values()) == [1 if pp == 1 else 2] * (tp * pp)
 
 
 # --- a difference would be seen -----------------------------------------------------------------
