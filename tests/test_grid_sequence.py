@@ -194,6 +194,23 @@ def test_rows_of_several_sequences_in_any_order_and_pages_that_move(tp: int) -> 
                 assert np.array_equal(logits, want[slot][at]), (slot, at)
 
 
+@pytest.mark.parametrize("split", [{"tp": 3}, {"tp": 2, "pp": 2}, {"tp": 8}, {"tp": 4, "chunk": 7}])
+def test_scores_out_of_range_fail_the_request_by_the_same_name(
+    split: dict[str, int], tmp_path: Path
+) -> None:
+    """Whichever rank has seen the key: the rank of the head says so."""
+
+    def change(weights: dict[str, F32]) -> None:
+        weights["layers.1.q_bias"][16:32] = 1e9  # of head 1
+
+    write_hf_model(tmp_path / "m", ADVERSARIAL_9_3, seed=7, change=change)
+    model = Loaded.of("high", served(open_checkpoint(str(tmp_path / "m"))), the_model(A9).prompt)
+    each = cell(prompt_tokens=100, prompt_logits=0, **split)
+    for right in (each.unsplit(), replace(each, kv_shard="heads"), each):
+        outcome = run_cell(model, right)
+        assert (outcome.fault, outcome.tokens) == ("layers.1.attention", ())
+
+
 # --- a rank holds its share ---------------------------------------------------------------------
 
 
