@@ -92,13 +92,13 @@ class Walker(Worker):
             max_model_len=512,
             profile_sha256=served.profile.sha256(),
         )
-        nodes = program(served.config, served.profile, layout, 0).exchange_nodes
+        part = program(served.config, served.profile, layout, 0)
         status = SimpleNamespace(set=lambda **_: None)
         return cls(
             served,
             rank_plan,
             rank=0,
-            comm=Solo(wire_sizes(served.config, rank_plan, nodes)),
+            comm=Solo(wire_sizes([part], rank_plan)),
             control=SimpleNamespace(status=status),  # type: ignore[arg-type]
         )
 

@@ -27,7 +27,7 @@ from native import ROOT, compiler, load
 sys.path.insert(0, str(ROOT / "tests"))
 
 if TYPE_CHECKING:
-    from mutants.catalogue import Exhibit, Mutant
+    from mutants.exhibits import Exhibit, Mutant
     from mutants.scoreboard import Score
 
 PAGE = ROOT / "docs" / "mutants.md"

@@ -150,7 +150,13 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
         threads=asked.get("threads", 1),
         deadline_s=60,
     )
-    layout = plan(checkpoint.config, tp=tp, pp=pp, leaf=profile.leaf)
+    layout = plan(
+        checkpoint.config,
+        tp=tp,
+        pp=pp,
+        kv_shard=asked.get("kv_shard", "heads"),
+        leaf=profile.leaf,
+    )
     return Engine(group, checkpoint.config, profile, layout, options, cores=2)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from anyshard.comm.base import Comm, ExchangeSpec, WireSizes
+from anyshard.comm.base import WIRE_KINDS, Comm, ExchangeSpec, WireSizes
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, RankStatus
 from anyshard.comm.region import EpochRegion, EpochSizes
 from anyshard.comm.signals import ABORTED, LATE, REACHED
@@ -251,7 +251,7 @@ def test_counted_bytes_are_the_formula(kind: str, root_only: bool) -> None:
                 name, messages, floats = "logits", 0 if tp_rank == 0 else 4, 3
             else:
                 name, messages, floats = "reduce", 8, 5
-            expected = dict.fromkeys(("reduce", "hop", "logits", "pairs"), 0)
+            expected = dict.fromkeys(WIRE_KINDS, 0)
             expected |= {name: messages, "hop": hops}
             assert status.wire_messages == expected
             expected |= {name: messages * floats * 4, "hop": hops * 6 * 4}

@@ -74,7 +74,8 @@ def test_replay_and_every_healthy_rank_agree_bit_for_bit(
         folder.mkdir()
         right = captured(model, split.unsplit(), target, folder / "whole")[0]
         seen: set[str] = set()
-        for cell in (split.unsplit(), replace(split, tp=min(3, heads), pp=deep, chunk=7)):
+        wide = replace(split, tp=min(3, heads), pp=deep, chunk=7)
+        for cell in (split.unsplit(), wide, replace(wide, kv_shard="sequence")):
             layout = cell.layout(model)
             held = captured(model, cell, target, folder / cell.name)
             for point in points(model.served, layout, target, held, right):
@@ -84,6 +85,7 @@ def test_replay_and_every_healthy_rank_agree_bit_for_bit(
                 seen.add(point.op.split(".")[-1])
         assert {"qkv", "attention", "o_proj", "gather_o", "reduce_o"} <= seen
         assert {"gate_up", "down_proj", "gather_down", "reduce_down"} <= seen
+        assert {"gather_q", "gather_states", "merge_states"} <= seen
         if layer == 0:
             assert "embed" in seen
         else:
@@ -100,6 +102,10 @@ def test_replay_and_every_healthy_rank_agree_bit_for_bit(
         short(tp=3, pp=2, chunk=7),
         short(batch=17, place="middle", tp=2),
         short(shuffled=True, poison=True),
+        short(tp=2, kv_shard="sequence"),
+        short(tp=4, pp=2, kv_shard="sequence", chunk=7),
+        short(tp=3, kv_shard="sequence", batch=17, place="middle", shuffled=True, poison=True),
+        pytest.param(short(tp=2, kv_shard="sequence", comm="shm"), marks=pytest.mark.ranks),
         pytest.param(short(tp=2, comm="shm"), marks=pytest.mark.ranks),
         pytest.param(short(tp=2, comm="torch"), marks=[pytest.mark.ranks, pytest.mark.torch]),
     ],

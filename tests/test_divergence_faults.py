@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from divergences import A9, A14, Bound, diverges, family, named, short
 from grid import KV8, Loaded, run_cell, the_model
-from mutants.catalogue import bug, shows
+from mutants.exhibits import bug, shows
 from mutants.scoreboard import rerun, score
 from mutants.weights import HIGH_BIT, altered, flip
 from test_stored import HELD

@@ -18,7 +18,7 @@ from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
 from anyshard.engine import Engine, EngineOptions, Event
 from anyshard.launcher import RankMain
-from anyshard.layout import plan
+from anyshard.layout import KvShard, plan
 from anyshard.ops.exact import F32
 from anyshard.request import Request
 from anyshard.verify.driver import open_group, served
@@ -29,7 +29,10 @@ from anyshard.worker import Served, Worker, rank_main
 EARLY, LATE = 1001, 1002  # token ids, and what names the fault of each
 NAME_OF = {EARLY: "layers.1.qkv", LATE: "head"}
 VOCAB = ADVERSARIAL_9_3.vocab
-LAYOUTS = [(1, 1), (3, 1), (1, 3), (2, 2)]
+LAYOUTS = [
+    *((tp, pp, "heads") for tp, pp in ((1, 1), (3, 1), (1, 3), (2, 2))),
+    *((tp, pp, "sequence") for tp, pp in ((4, 1), (2, 2))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,7 @@ def run(
     *,
     tp: int = 1,
     pp: int = 1,
+    kv_shard: KvShard = "heads",
     slots: int | None = None,
     chunk: int = 16,
     want_logits: bool = True,
@@ -64,7 +68,7 @@ def run(
             group,
             model.config,
             model.profile,
-            plan(model.config, tp=tp, pp=pp, leaf=model.profile.leaf),
+            plan(model.config, tp=tp, pp=pp, kv_shard=kv_shard, leaf=model.profile.leaf),
             EngineOptions(
                 comm="threads",
                 threads=1,
@@ -92,13 +96,13 @@ def bits(events: Sequence[Event]) -> list[bytes]:
     return [event.logits.tobytes() for event in events if event.logits is not None]
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "pp", "kv_shard"), LAYOUTS)
 @pytest.mark.parametrize("token", NAME_OF)
 def test_the_neighbours_of_a_fault_keep_their_bits(
-    model: Served, token: int, tp: int, pp: int
+    model: Served, token: int, tp: int, pp: int, kv_shard: KvShard
 ) -> None:
     prompts = [prompt(21, seed=1), prompt(18, seed=2, last=token), prompt(30, seed=3)]
-    first, failed, third = run(model, prompts, tp=tp, pp=pp)
+    first, failed, third = run(model, prompts, tp=tp, pp=pp, kv_shard=kv_shard)
     assert [(e.token, e.finish, e.fault) for e in failed] == [(None, "fault", NAME_OF[token])]
     for index, events in ((0, first), (2, third)):
         (alone,) = run(model, [prompts[index]])
@@ -107,12 +111,14 @@ def test_the_neighbours_of_a_fault_keep_their_bits(
     assert len({*bits(first), *bits(third)}) == 12
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_each_fault_of_an_epoch_has_its_own_name(model: Served, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "kv_shard"), LAYOUTS)
+def test_each_fault_of_an_epoch_has_its_own_name(
+    model: Served, tp: int, pp: int, kv_shard: KvShard
+) -> None:
     """In one slot after another, the later op first and last; what ran before leaves no trace."""
     order = (LATE, EARLY, None, LATE)
     prompts = [prompt(9, seed=4 + i, last=token) for i, token in enumerate(order)]
-    found = run(model, prompts, tp=tp, pp=pp, slots=1)
+    found = run(model, prompts, tp=tp, pp=pp, kv_shard=kv_shard, slots=1)
     for events, token in zip(found, order, strict=True):
         if token is None:
             assert bits(events) == bits(run(model, [prompts[2]])[0])
@@ -131,12 +137,12 @@ def test_a_fault_in_an_earlier_chunk_ends_the_request_before_its_first_token(
     assert len(bits(fine)) == 6
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "pp", "kv_shard"), LAYOUTS)
 def test_requests_that_fail_in_one_step_are_named_by_the_earliest_op(
-    model: Served, tp: int, pp: int
+    model: Served, tp: int, pp: int, kv_shard: KvShard
 ) -> None:
     prompts = [prompt(5, seed=15, last=LATE), prompt(6, seed=16, last=EARLY)]
-    for failed in run(model, prompts, tp=tp, pp=pp, chunk=32):
+    for failed in run(model, prompts, tp=tp, pp=pp, kv_shard=kv_shard, chunk=32):
         assert [event.fault for event in failed] == [NAME_OF[EARLY]]
 
 

@@ -7,7 +7,13 @@ from grid import run_cell, the_model
 
 from anyshard.engine import f32_profile
 from anyshard.layout import plan
-from anyshard.ledger import StepShape, step_flop, step_weight_bytes, wire_cost
+from anyshard.ledger import (
+    StepShape,
+    step_flop,
+    step_kv_bytes,
+    step_weight_bytes,
+    wire_cost,
+)
 from anyshard.model import program
 from anyshard.verify.cells import BATCH, Cell
 
@@ -22,7 +28,15 @@ CELLS = [
     Cell(axis="chunk", tp=2, pp=2, chunk=7),
     Cell(axis="batch", tp=2, batch=BATCH, place="middle", chunk=30),
     Cell(axis="batch", tp=4, pp=3, batch=BATCH, place="last"),
+    *(Cell(axis="tp", tp=tp, kv_shard="sequence") for tp in (1, 2, 3, 5, 8)),
+    Cell(axis="tp", heads=(0, 7, 2), kv_shard="sequence"),
+    Cell(axis="batch", tp=3, pp=2, batch=BATCH, chunk=30, kv_shard="sequence"),
     pytest.param(Cell(axis="comm", tp=2, pp=2, comm="shm"), marks=pytest.mark.ranks),
+    pytest.param(Cell(axis="comm", tp=4, comm="shm", kv_shard="sequence"), marks=pytest.mark.ranks),
+    pytest.param(
+        Cell(axis="comm", tp=3, comm="torch", kv_shard="sequence"),
+        marks=[pytest.mark.ranks, pytest.mark.torch, pytest.mark.slow],
+    ),
     pytest.param(
         Cell(axis="comm", tp=2, pp=2, comm="torch"),
         marks=[pytest.mark.ranks, pytest.mark.torch, pytest.mark.slow],
@@ -42,13 +56,20 @@ def test_counted_wire_bytes_equal_the_ledger(cell: Cell, want_logits: bool) -> N
             "hop": cost.hop_bytes,
             "logits": cost.logits_bytes,
             "pairs": cost.pairs_bytes,
+            "queries": cost.queries_bytes,
+            "states": cost.states_bytes,
         }
         assert view.wire_messages == {
             "reduce": cost.reduce_messages,
             "hop": cost.hop_messages,
             "logits": cost.logits_messages,
             "pairs": cost.pairs_messages,
+            "queries": cost.queries_messages,
+            "states": cost.states_messages,
         }
+        is_split = cell.kv_shard == "sequence" and cell.layout(the_model("adversarial-9-3")).tp > 1
+        assert (view.wire_messages["queries"] > 0) == is_split
+        assert view.wire_messages["queries"] == view.wire_messages["states"]
     sent = sum(cost.bytes + cost.logits_bytes for cost in outcome.costs)
     assert (sent > 0) == (len(outcome.costs) > 1)
 
@@ -71,3 +92,23 @@ def test_a_decode_step_of_the_demo_model_costs_what_arithmetic_on_paper_says() -
     attention = 4 * 9 * 64 * 30
     adds = 30 * 2 * (576)  # residuals; the sums of one rank have no node to add
     assert step_flop(whole, rows=1, sampled=1, keys=100) == 2 * matrices + 100 * attention + adds
+
+
+def test_a_split_sequence_costs_what_arithmetic_on_paper_says() -> None:
+    """SmolLM2-135M on four ranks, cut 3/3/3/0: a row gathers three heads of q, and sends each rank
+    the states of its two stripes, merged, of as many heads; to three others, 30 times."""
+    config = the_model("demo").served.config
+    layout = plan(config, tp=4, kv_shard="sequence", leaf=64)
+    step = StepShape(rows=5, sampled=1, gather_logits=False)
+    whole = program(config, f32_profile(), plan(config, leaf=64), 0)
+    programs = [program(config, f32_profile(), layout, rank) for rank in range(4)]
+    for each in programs:
+        cost = wire_cost(each, [step])
+        assert cost.queries_messages == cost.states_messages == 30 * 3
+        assert cost.queries_bytes == 5 * 30 * 3 * (3 * 64) * 4
+        assert cost.states_bytes == 5 * 30 * 3 * (3 * (64 + 2)) * 4
+        assert cost.bytes == cost.reduce_bytes + cost.queries_bytes + cost.states_bytes + (
+            cost.pairs_bytes
+        )
+    read = [step_kv_bytes(each, keys=800) for each in programs]
+    assert read == [step_kv_bytes(whole, keys=200)] * 4

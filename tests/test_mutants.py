@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from grid import PLANTED, Loaded, baseline, run_cell, shape_of, the_model
 from mutants import catalogue
-from mutants.catalogue import MUTANTS, Exhibit, Mutant, by, shows
+from mutants.catalogue import MUTANTS
+from mutants.exhibits import Exhibit, Mutant, by, shows
 from mutants.quantised import Quantised
 from mutants.scoreboard import score
 from mutants.subjects import A9, DEMO

@@ -22,6 +22,7 @@ import pytest
 from gguf_models import write_gguf_model
 from grid import Loaded, the_model
 from models import MODELS, write_hf_model
+from mutants.sequence import GroupOfTheRank, PartialGather
 from test_stored import shaped
 
 from anyshard.binder import Binder
@@ -173,6 +174,10 @@ def cells(name: str) -> list[Cell]:
         cell(batch=5, place="last", pp=2),
         cell(shuffled=True, poison=True, tp=2, chunk=9),
         cell(kernels="scalar", tp=2),
+        cell(tp=2, kv_shard="sequence", threads=2),
+        cell(tp=min(8, heads), pp=2, kv_shard="sequence", chunk=7, shuffled=True, poison=True),
+        cell(batch=5, place="last", tp=min(3, heads), kv_shard="sequence"),
+        cell(kernels="reference", tp=2, kv_shard="sequence", prompt_tokens=5, num_tokens=2),
         cell(kernels="reference", tp=2, pp=2, prompt_tokens=5, num_tokens=2),
     ]
 
@@ -203,6 +208,7 @@ def test_every_layout_chunk_batch_thread_and_body_records_the_same(name: str, sp
     [
         cell(tp=2, pp=2, comm="shm", chunk=7),
         cell(tp=3, comm="shm", threads=2),
+        cell(tp=3, comm="shm", kv_shard="sequence"),
         pytest.param(cell(tp=2, pp=2, comm="torch"), marks=pytest.mark.torch),
     ],
     ids=lambda split: split.name,
@@ -256,6 +262,8 @@ def first_of(name: str, split: Cell, bug: type[Worker]) -> str | None:
         (cell(tp=3), mutants.MissingNode, "layers.0.reduce_o at 0"),
         (cell(tp=3), mutants.SwappedMerge, "layers.0.reduce_o at 0"),
         (cell(tp=2), mutants.WrongKvHead, "layers.0.attention at 0"),
+        (cell(tp=3, kv_shard="sequence"), GroupOfTheRank, "layers.0.attention at 0"),
+        (cell(tp=2, kv_shard="sequence"), PartialGather, "layers.0.q at 0"),
         (cell(tp=2), mutants.StaleExchange, "layers.0.reduce_o at 0"),
         (cell(pp=3), NaivePp, "layers.1.hop at 0"),
         (cell(pp=2, chunk=20), mutants.PositionReset, "layers.2.q at 20"),

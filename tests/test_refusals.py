@@ -352,6 +352,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         "an unknown field": (prompts(b'{"prompt": "a", "temp": 1}\n'), "unknown field 'temp'"),
         "an unknown flag": (tiny_gguf("--prompt", "x", "--no-such-flag"), "--no-such-flag"),
         "more ranks than heads": (tiny_gguf("--prompt", "x", "-tp", "5"), "4 query heads"),
+        "a shard that is none": (tiny_gguf("--prompt", "x", "--kv-shard", "rows"), "--kv-shard"),
         "more stages than layers": (tiny_gguf("--prompt", "x", "-pp", "2"), "1 layer"),
         "an empty prompt": (tiny_gguf("--prompt", ""), "empty"),
         "an answer beyond the context": (

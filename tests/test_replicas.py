@@ -20,7 +20,7 @@ from anyshard.binder import Binder
 from anyshard.engine import f32_profile
 from anyshard.fidelity import Disagreement, Divergence, Record, compare_records
 from anyshard.fidelity.agreement import order_in_step
-from anyshard.layout import plan
+from anyshard.layout import KvShard, plan
 from anyshard.model import LAYER_POINTS, Op, program
 from anyshard.replicas import Replica
 from anyshard.verify.cells import Cell
@@ -47,10 +47,16 @@ def first_of(split: Cell, bug: type[Worker]) -> Divergence:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pp", [1, 2])
-def test_all_that_a_rank_shares_with_another_it_hashes(name: str, pp: int) -> None:
+@pytest.mark.parametrize("kv_shard", ["heads", "sequence"])
+def test_all_that_a_rank_shares_with_another_it_hashes(
+    name: str, pp: int, kv_shard: KvShard
+) -> None:
+    """Where ranks split the sequence, keys and values of a row are on one of them."""
     config = MODELS[name]
     for tp in range(1, config.num_heads + 1):
-        layout = plan(config, tp=tp, pp=pp, leaf=64)
+        if tp > 8 and kv_shard == "sequence":
+            break
+        layout = plan(config, tp=tp, pp=pp, kv_shard=kv_shard, leaf=64)
         every = [
             program(config, f32_profile(), layout, rank, record=True)
             for rank in range(layout.world)
@@ -67,7 +73,8 @@ def test_all_that_a_rank_shares_with_another_it_hashes(name: str, pp: int) -> No
                 if here.tp_index:
                     wanted |= {Replica(layer, "reduce_o"), Replica(layer, "reduce_down")}
                 for head in range(*here.kv_heads):
-                    if any(head in range(*each.kv_heads) for each in peers):
+                    alike = [each for each in peers if each.stripes == here.stripes]
+                    if any(head in range(*each.kv_heads) for each in alike):
                         wanted |= {Replica(layer, "k", head), Replica(layer, "v", head)}
             assert set(here.replicas) == wanted
             hashed = [each for op in here.ops for each in op.replicas]

@@ -12,7 +12,7 @@ from grid import Loaded, the_model
 from anyshard.batch import Tick
 from anyshard.comm.control import Result
 from anyshard.engine import Engine, EngineOptions
-from anyshard.layout import plan
+from anyshard.layout import KvShard, plan
 from anyshard.request import Request, Sampling
 from anyshard.verify.cells import shuffled_pages
 from anyshard.verify.driver import open_group
@@ -23,7 +23,9 @@ LENGTH = 160
 
 
 @contextmanager
-def engine_of(model: Loaded, *, tp: int = 1, pp: int = 1, slots: int = 2) -> Iterator[Engine]:
+def engine_of(
+    model: Loaded, *, tp: int = 1, pp: int = 1, kv_shard: KvShard = "heads", slots: int = 2
+) -> Iterator[Engine]:
     served = model.served
     group = open_group(served, forked=False)
     try:
@@ -31,7 +33,7 @@ def engine_of(model: Loaded, *, tp: int = 1, pp: int = 1, slots: int = 2) -> Ite
             group,
             served.config,
             served.profile,
-            plan(served.config, tp=tp, pp=pp, leaf=served.profile.leaf),
+            plan(served.config, tp=tp, pp=pp, kv_shard=kv_shard, leaf=served.profile.leaf),
             EngineOptions(
                 comm="threads",
                 threads=1,
@@ -72,14 +74,20 @@ def answer(engine: Engine, asked: Request) -> tuple[tuple[int, ...], str, int]:
     return tuple(tokens), digest.hexdigest(), engine.timings.prefill_tokens - before
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "kv_shard"),
+    [
+        *((tp, pp, "heads") for tp, pp in ((1, 1), (2, 1), (1, 2), (3, 2))),
+        *((tp, pp, "sequence") for tp, pp in ((2, 1), (3, 2), (8, 1))),
+    ],
+)
 def test_later_turns_have_the_bits_of_a_fresh_run_and_read_only_what_is_new(
-    tp: int, pp: int
+    tp: int, pp: int, kv_shard: KvShard
 ) -> None:
     model = the_model(NAME)
     first = model.prompt[:70]
     news = hashed_tokens(12, model.config.vocab, seed=5)
-    with engine_of(model, tp=tp, pp=pp) as engine:
+    with engine_of(model, tp=tp, pp=pp, kv_shard=kv_shard) as engine:
         said, _, ran = answer(engine, request(first, session=1))
         assert ran == 70
         second = (*first, *said, *news)

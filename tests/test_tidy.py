@@ -26,7 +26,7 @@ PACKAGE = ROOT / "src" / "anyshard"
 
 # A room imports only from its own tier and the tiers above it (lower numbers).
 TIERS = {
-    "errors": 0, "config": 0, "layout": 0, "schedule": 0, "request": 0, "trace": 0,
+    "errors": 0, "config": 0, "layout": 0, "stripes": 0, "schedule": 0, "request": 0, "trace": 0,
     "files": 0, "host": 0, "replicas": 0,
     "quant": 1, "ops": 1, "_native": 1,
     "comm": 2, "launcher": 2, "pages": 2, "kv": 2, "checkpoint": 2, "tokenizer": 2,

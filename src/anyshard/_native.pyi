@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 __all__ = [
     "Attention",
+    "AttentionStates",
     "Bound",
     "Digest",
     "DigestKv",
@@ -34,6 +35,7 @@ __all__ = [
     "GateUp",
     "Gather",
     "Head",
+    "MergeStates",
     "Op",
     "Pool",
     "Qkv",
@@ -112,7 +114,8 @@ class Qkv(Op):
 
     x [R, D], norm_weight [D], q_out [R, H*d], cos and sin [C, d/2], k_cache [P, G, d, 32],
     v_cache [P, G, 32, d], page_table [S, B], row_slot, positions and row_fault [R]; biases as
-    wide as their outputs or None; q_norm and k_norm [d] norm each head before RoPE, or None.
+    wide as their outputs or None; q_norm and k_norm [d] norm each head before RoPE, or None. Of a
+    row whose block is not of stripes first_stripe:stop_stripe only q is computed.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class Qkv(Op):
         row_slot: I32,
         row_fault: I32,
         fault_code: int,
+        first_stripe: int = 0,
+        stop_stripe: int = 8,
     ) -> None: ...
     def run(self, rows: int) -> None:
         """Rows of this step; their k and v are in the cache when it returns."""
@@ -162,6 +167,58 @@ class Attention(Op):
         positions: I32,
         head_dim: int,
         kv_head_of: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]; a head with a score outside +-2^20 gets NaN and its row a fault."""
+
+@final
+class AttentionStates(Op):
+    """States of the nodes that cover stripes first_stripe:stop_stripe, of the heads of all ranks.
+
+    queries: [R, H*d here] of each TP rank; kv_head_of [H of all]. out: at least a part of R *
+    part_floats floats for each rank.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        queries: Sequence[F32],
+        k_cache: F32,
+        v_cache: F32,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        head_dim: int,
+        kv_head_of: I32,
+        first_stripe: int,
+        stop_stripe: int,
+        part_floats: int,
+        out: F32,
+    ) -> None: ...
+    def run(self, rows: int) -> None:
+        """Part r, from r * rows * part_floats on, is [rows][heads of rank r][nodes][d + 2]: M as
+        int bits, l (NaN: a score was outside +-2^20), o (not set where M is -2^30: empty)."""
+
+@final
+class MergeStates(Op):
+    """out [R, H*d] = the merge of all ranks' nodes of the heads of rank `mine`, o / l.
+
+    sources: one flat array a rank, in rank order, as AttentionStates writes it; merges: over the
+    nodes of all of them.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[F32],
+        nodes_per_source: Sequence[int],
+        merges: I32,
+        mine: int,
+        part_floats: int,
+        head_dim: int,
         out: F32,
         row_fault: I32,
         fault_code: int,
@@ -268,7 +325,8 @@ class Digest(Op):
 
 @final
 class DigestKv(Op):
-    """Digests of stored k and v of heads first_head:stop_head, into column and column + 1."""
+    """Digests of stored k and v of heads first_head:stop_head, into column and column + 1; 0 of a
+    row whose block is not of stripes first_stripe:stop_stripe."""
 
     def __init__(
         self,
@@ -284,6 +342,8 @@ class DigestKv(Op):
         column: int,
         keys: I32,
         out: U64,
+        first_stripe: int = 0,
+        stop_stripe: int = 8,
     ) -> None: ...
     def run(self, rows: int) -> None:
         """Fill both columns of out[:rows]."""

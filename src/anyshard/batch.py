@@ -162,14 +162,15 @@ def _place(
     own = _of_session(batch.resting, request.session)
     others = tuple(s for s in batch.resting if s is not own)
     need = pages_for(len(request.prompt) + request.max_tokens, block=limits.block)
-    missing = max(0, need - len(own.pages if own else ()))
+    held = len(own.pages) if own else 0
+    missing = max(0, need - held)
     slots, pool = batch.free_slots, batch.pool
-    while others and (len(pool.free) < missing or not (own or slots)):
+    while others and not (pool.holds(missing, first=held) and (own or slots)):
         slots, pool = (*slots, others[0].slot), pool.give(others[0].pages)
         others = others[1:]
-    if len(pool.free) < missing or not (own or slots):
+    if not (pool.holds(missing, first=held) and (own or slots)):
         return None
-    pages, pool = pool.take(missing)
+    pages, pool = pool.take(missing, first=held)
     if own is None:
         slot, slots, computed = slots[0], slots[1:], 0
     else:

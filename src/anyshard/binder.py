@@ -57,6 +57,10 @@ class Workspace(Protocol):
     digests: U64
     digest_keys: I32
 
+    def query_sources(self) -> list[F32]:
+        """[R, H*d here] of each TP rank, once they are gathered."""
+        ...
+
 
 class FaultCode:
     """Numbers that a kernel writes into row_fault: 1 + 3 * layer + place; the head comes last."""
@@ -140,7 +144,7 @@ class Binder:
             w.x_RD,
             named["attn_norm"],
             w.config.norm_eps,
-            named["q"],
+            named.get("q"),
             named["k"],
             named["v"],
             named.get("q_bias"),
@@ -161,10 +165,18 @@ class Binder:
             w.row_slot,
             w.row_fault,
             FaultCode.of(op.layer, "qkv"),
+            *w.program.stripes,
         ).run
         return run
 
+    def _gather_q(self, op: Op) -> Callable[[int], None]:
+        first, stop = self.w.program.heads
+        mine = (stop - first) * self.w.config.head_dim
+        return Gathering(self.w.comm.exchange("queries"), row_floats=mine, row_wire=op.wire_floats)
+
     def _attention(self, op: Op) -> Callable[[int], None]:
+        if self.w.program.layout.splits_sequence:
+            return self._attention_states(op)
         w, here = self.w, self.w.program
         kv_head_of = np.array(
             [head // w.config.q_per_kv - here.kv_heads[0] for head in range(*here.heads)],
@@ -180,6 +192,45 @@ class Binder:
             w.positions,
             w.config.head_dim,
             kv_head_of,
+            w.a_RN,
+            w.row_fault,
+            FaultCode.of(op.layer, "attention"),
+        ).run
+        return run
+
+    def _attention_states(self, op: Op) -> Callable[[int], None]:
+        w, heads = self.w, range(self.w.config.num_heads)
+        run: Callable[[int], None] = self.module.AttentionStates(
+            self.pool,
+            w.query_sources(),
+            w.kv.keys(op.layer),
+            w.kv.values(op.layer),
+            w.page_table,
+            w.row_slot,
+            w.positions,
+            w.config.head_dim,
+            np.array([head // w.config.q_per_kv for head in heads], np.int32),
+            *w.program.stripes,
+            w.program.row_wire("gather_states"),
+            w.comm.exchange("states").send_buffer(0),
+        ).run
+        return run
+
+    def _gather_states(self, op: Op) -> Callable[[int], None]:
+        return Gathering(
+            self.w.comm.exchange("states"), row_floats=op.wire_floats, row_wire=op.wire_floats
+        )
+
+    def _merge_states(self, op: Op) -> Callable[[int], None]:
+        w = self.w
+        run: Callable[[int], None] = self.module.MergeStates(
+            self.pool,
+            w.comm.exchange("states").sources(0),
+            list(op.sum.nodes_per_rank),
+            np.array(op.sum.merges, np.int32),
+            w.program.tp_index,
+            w.program.row_wire("gather_states"),
+            w.config.head_dim,
             w.a_RN,
             w.row_fault,
             FaultCode.of(op.layer, "attention"),
@@ -313,6 +364,7 @@ class Binder:
             column,
             w.digest_keys,
             w.digests,
+            *w.program.stripes,
         ).run
         return run
 

@@ -8,6 +8,12 @@ bound calls, so that a fault inside them cannot hide.
 Knows nothing of what is right. Letters: P positions, L layers here, D hidden, n nodes of a rank,
 J keys (positions 0..p), G KV heads here, d head dim, V vocabulary rows here.
 
+Where ranks split the sequence, `keys` and `values` hold a rank's own positions and +0 for others;
+`received_q_<tp>` is what the exchange of queries brought, `read_q_<tp>` the same after attention,
+`states` [H, n, d + 2] what a rank's stripes have given all heads, `published_states` the same as
+the exchange began, `received_states_<tp>` [H here, n, d + 2] what came, `read_states_<tp>` the same
+once it was merged; states as `legible_states` makes them.
+
 A file holds, of a row: `trail` [L+1, D] (residual at the start of the stage, and after each of
 its layers), `table` (token, position, slot as this rank has them), `hop_out`, `hop_in`, `x_send`
 [D]; of the layer: `x_in`, `q`, `keys`, `values` [J, G, ..] (as `packed_row` gives them),
@@ -20,7 +26,7 @@ it is sent).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,10 +37,12 @@ import numpy.typing as npt
 from anyshard.comm.base import Comm, CommKind, Counters, Exchange, FloatArray
 from anyshard.comm.control import Frame
 from anyshard.kv import KvCache
-from anyshard.model import Op, Program
+from anyshard.model import STATE_HEADER, Op, OpKind, Program
+from anyshard.ops.exact import EMPTY_MAX
 from anyshard.ops.kv_pages import packed_row
+from anyshard.stripes import stripe_of
 
-__all__ = ["Arrays", "Capture", "Tap", "TappedComm", "read_capture"]
+__all__ = ["Arrays", "Capture", "Tap", "TappedComm", "legible_states", "read_capture"]
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Run = Callable[[int], None]
@@ -65,6 +73,7 @@ class Tapped(Protocol):
 
     program: Program
     kv: KvCache
+    comm: Comm
     is_sampler: bool
     x_RD: FloatArray
     q_RN: FloatArray
@@ -212,10 +221,17 @@ class Tap:
         assert self.capture.position is not None
         count = self.capture.position + 1
         block, table = self.program.profile.kv_block, worker.page_table[self.capture.slot]
-        places = [(int(table[j // block]), j % block) for j in range(count)]
+        first, stop = self.program.stripes
         for name, cache in (("keys", worker.kv.keys(layer)), ("values", worker.kv.values(layer))):
-            rows = [packed_row(cache, *place, keys=name == "keys") for place in places]
-            self.found[name] = np.stack(rows)
+            blank = np.zeros_like(packed_row(cache, 0, 0, keys=name == "keys"))
+            self.found[name] = np.stack(
+                [
+                    packed_row(cache, int(table[j // block]), j % block, keys=name == "keys")
+                    if first <= stripe_of(j // block) < stop
+                    else blank
+                    for j in range(count)
+                ]
+            )
 
     def _after(self, worker: Tapped, op: Op) -> None:
         if op.kind in ("embed", "receive"):
@@ -226,7 +242,9 @@ class Tap:
             self._keep("logits", worker.shard_RV[self.places])
         if not self.detailed or op.layer < 0 or op.layer != self.capture.layer:
             return
-        rows = {"qkv": ("q", worker.q_RN), "attention": ("attention", worker.a_RN)} | {
+        merges = self.program.layout.splits_sequence
+        attention = "merge_states" if merges else "attention"
+        rows = {"qkv": ("q", worker.q_RN), attention: ("attention", worker.a_RN)} | {
             "gate_up": ("ffn", worker.f_RF),
             "reduce_o": ("x_o", worker.x_RD),
             "reduce_down": ("x_down", worker.x_RD),
@@ -234,6 +252,11 @@ class Tap:
         if op.kind in rows:
             name, buffer = rows[op.kind]
             self._keep(name, buffer[self.index])
+        if op.kind == "attention" and merges:
+            self._keep_own_states("states", worker.comm.exchange("states").send_buffer(0))
+            self._keep_exchanged("read", "gather_q", worker.comm.exchange("queries").sources(0))
+        if op.kind == "merge_states":
+            self._keep_exchanged("read", "gather_states", worker.comm.exchange("states").sources(0))
         if op.kind in ("o_proj", "down_proj"):
             self._keep_nodes(f"nodes_{NODES[op.kind]}", self.nodes.send_buffer(self._parity(op)))
         if op.kind in ("reduce_o", "reduce_down") and self.program.layout.tp > 1:
@@ -258,6 +281,14 @@ class Tap:
         """An exchange of this rank's, with what it publishes and what it brings."""
         op, parity = self.op, exchange.parity
         wanted = self.detailed and len(self.index) > 0
+        if op is not None and op.kind in ("gather_q", "gather_states"):
+            here = wanted and op.layer == self.capture.layer
+            if here and op.kind == "gather_states":
+                self._keep_own_states("published_states", exchange.send_buffer(parity))
+            run()
+            if here:
+                self._keep_exchanged("received", op.kind, exchange.sources(parity))
+            return
         nodes = wanted and name == "nodes" and op is not None and op.layer == self.capture.layer
         drawn = wanted and len(self.places) > 0
         logits = drawn and name == "logits"
@@ -278,6 +309,35 @@ class Tap:
             first = self.program.tp_index == 0
             for tp_index, source in enumerate(exchange.sources(parity) if first else ()):
                 self._keep_shard(f"received_logits_{tp_index}", source, tp_index)
+
+    def _keep_exchanged(self, moment: str, kind: OpKind, sources: Sequence[FloatArray]) -> None:
+        """Of queries and states the row that came from every rank."""
+        for tp_index, source in enumerate(sources):
+            if kind == "gather_states":
+                mine = self.program.tp_index
+                self.found[f"{moment}_states_{tp_index}"] = self._states(source, tp_index, mine)
+            else:
+                start, stop = self.program.layout.heads[tp_index]
+                width = (stop - start) * self.program.config.head_dim
+                queries = source[: self.rows * width].reshape(self.rows, width)
+                self.found[f"{moment}_q_{tp_index}"] = queries[self.index[0]].copy()
+
+    def _keep_own_states(self, name: str, buffer: FloatArray) -> None:
+        mine, ranks = self.program.tp_index, range(self.program.layout.tp)
+        self.found[name] = np.concatenate([self._states(buffer, mine, to) for to in ranks])
+
+    def _states(self, buffer: FloatArray, sender: int, receiver: int) -> npt.NDArray[np.float32]:
+        """The row's [heads of the receiver, nodes of the sender, d + 2]; o of empty ones is +0."""
+        (op,) = (
+            each
+            for each in self.program.ops
+            if each.kind == "gather_states" and each.layer == self.capture.layer
+        )
+        start, stop = self.program.layout.heads[receiver]
+        count, size = op.sum.nodes_per_rank[sender], self.program.config.head_dim + STATE_HEADER
+        floats = (stop - start) * count * size
+        first = receiver * self.rows * op.wire_floats + int(self.index[0]) * floats
+        return legible_states(buffer[first : first + floats].reshape(stop - start, count, size))
 
     def _keep_shard(self, name: str, buffer: FloatArray, tp_index: int | None = None) -> None:
         tp_index = self.program.tp_index if tp_index is None else tp_index
@@ -355,6 +415,17 @@ class TappedComm:
     def close(self) -> None:
         """See Comm."""
         self._comm.close()
+
+
+def legible_states(states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """A copy of states [..., d + 2] as they travel, with M as a float, and +0 for what is not set:
+    o of an empty one, and all but l of one that is out of range."""
+    found = states.copy()
+    found[..., 0] = states[..., 0].view(np.int32)
+    found[found[..., 0] == EMPTY_MAX, STATE_HEADER:] = 0
+    is_bad = np.isnan(found[..., 1])
+    found[is_bad, 0], found[is_bad, STATE_HEADER:] = 0, 0
+    return found
 
 
 def read_capture(folder: Path, rank: int) -> list[Arrays]:

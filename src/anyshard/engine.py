@@ -216,6 +216,7 @@ def plan_epoch(
         ffn=layout.ffn,
         vocab=layout.vocab,
         layers=layout.layers,
+        kv_shard=layout.kv_shard,
         kernels=body,
         comm="shm" if options.comm == "auto" else options.comm,
         threads=threads,
@@ -231,7 +232,7 @@ def plan_epoch(
         capture=options.capture,
     )
     sizes = EpochSizes(
-        wires=wire_sizes(config, ranks, max(each.exchange_nodes for each in programs)),
+        wires=wire_sizes(programs, ranks),
         control=ControlSizes(
             rows_max=limits.rows_max,
             pages_max=len(pages),
@@ -283,12 +284,17 @@ class Engine:
             threads=self.threads,
             spin=not self.crowded,
         )
-        self.comm, self.limits, self._num_pages = plan.ranks.comm, plan.limits, len(plan.pages)
+        self.comm, self.limits = plan.ranks.comm, plan.limits
+        sequence_blocks = pages_for(options.max_model_len, block=profile.kv_block)
+        pool = PagePool.of(
+            plan.pages, sequence_blocks=sequence_blocks if layout.splits_sequence else 0
+        )
+        self._most_blocks = pool.most_blocks()
         self.batch = Batch(
             waiting=(),
             running=(),
             free_slots=tuple(range(options.max_num_seqs)),
-            pool=PagePool.of(plan.pages),
+            pool=pool,
         )
         self._queue: deque[tuple[int, Request]] = deque()  # submitted, and not yet in the batch
         self._queued_tokens = 0  # of their prompts
@@ -317,7 +323,7 @@ class Engine:
 
         Raises: PromptTooLong if prompt and answer exceed the context.
         """
-        limit = min(self.options.max_model_len, self.kv_tokens)
+        limit = min(self.options.max_model_len, self._most_blocks * self.limits.block)
         if len(request.prompt) + request.max_tokens > limit:
             raise PromptTooLong(
                 prompt_tokens=len(request.prompt), max_tokens=request.max_tokens, limit=limit

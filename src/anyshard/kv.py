@@ -14,12 +14,31 @@ import numpy as np
 
 from anyshard.config import ModelConfig, Profile
 from anyshard.layout import Span
+from anyshard.ops.exact import I32
 from anyshard.ops.kv_pages import Pages, page_bytes, page_shape
+from anyshard.stripes import blocks_of, page_stripe
 
-__all__ = ["KvCache"]
+__all__ = ["KvCache", "local_pages", "num_local_pages"]
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 HUGE = 1 << 23  # bytes from which on huge pages are asked for: of less, they would be a large part
+
+
+def num_local_pages(stripes: Span, *, num_pages: int, sequence_blocks: int) -> int:
+    """How many of the front's pages a rank keeps that has those stripes."""
+    whole, rest = divmod(num_pages, sequence_blocks)
+    return whole * blocks_of(stripes, sequence_blocks) + blocks_of(stripes, rest)
+
+
+def local_pages(stripes: Span, *, num_pages: int, sequence_blocks: int) -> I32:
+    """[num_pages]: of each of the front's pages the number that it has on a rank that keeps those
+    stripes, -1 where another rank keeps it. Held by: test_stripes.py."""
+    first, stop = stripes
+    kept = [first <= page_stripe(page, sequence_blocks) < stop for page in range(sequence_blocks)]
+    mine = np.flatnonzero(np.resize(np.array(kept), num_pages))
+    numbers: I32 = np.full(num_pages, -1, np.int32)
+    numbers[mine] = np.arange(len(mine))
+    return numbers
 
 
 class KvCache:

@@ -14,13 +14,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
+from typing import Final, Literal
 
 from anyshard.config import ModelConfig
 from anyshard.errors import LayoutError
+from anyshard.stripes import STRIPES
 
-__all__ = ["Layout", "Span", "Tree", "even_spans", "ffn_tree", "head_tree", "hidden_tree", "plan"]
+__all__ = [
+    "STRIPE_TREE",
+    "KvShard",
+    "Layout",
+    "Span",
+    "Tree",
+    "even_spans",
+    "ffn_tree",
+    "head_tree",
+    "hidden_tree",
+    "plan",
+]
 
 Span = tuple[int, int]
+#: What of the KV cache a TP rank keeps: the KV heads of its query heads, or all of some blocks.
+KvShard = Literal["heads", "sequence"]
 VOCAB_UNIT = 16  # rows: a block of Q8_0 holds two panels
 
 
@@ -146,18 +161,24 @@ def ffn_tree(config: ModelConfig, leaf: int) -> Tree:
     return Tree(lengths, (len(lengths),))
 
 
+#: The merge of the softmax states of one row and head; a leaf is a stripe.
+STRIPE_TREE: Final = Tree((1,) * STRIPES, (STRIPES,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One split: `pp` stages of `tp` ranks, and what each of them owns.
 
     heads, ffn, vocab: one span per TP index (query heads, ffn columns, vocabulary rows).
     layers: one span per stage. Spans may be empty, and together they are everything, in order.
+    kv_shard: how the ranks of a stage share keys and values; of one rank it changes nothing.
     """
 
     heads: tuple[Span, ...]
     ffn: tuple[Span, ...]
     vocab: tuple[Span, ...]
     layers: tuple[Span, ...]
+    kv_shard: KvShard = "heads"
 
     @property
     def tp(self) -> int:
@@ -183,8 +204,19 @@ class Layout:
         """The rank that turns logits into tokens: TP index 0 of the last stage."""
         return (self.pp - 1) * self.tp
 
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether ranks of a stage keep different blocks of a sequence."""
+        return self.kv_shard == "sequence" and self.tp > 1
+
+    def stripes(self, tp_index: int) -> Span:
+        """Stripes whose blocks this TP index keeps: all of them, unless they split the sequence."""
+        return even_spans(STRIPES, self.tp)[tp_index] if self.splits_sequence else (0, STRIPES)
+
     def kv_heads(self, tp_index: int, q_per_kv: int) -> Span:
-        """KV heads that the query heads of this TP index attend to."""
+        """KV heads kept here: those that its query heads attend to, or all of some blocks."""
+        if self.splits_sequence:
+            return (0, self.heads[-1][1] // q_per_kv)
         start, stop = self.heads[tp_index]
         if start == stop:
             return (start // q_per_kv, start // q_per_kv)
@@ -193,14 +225,18 @@ class Layout:
     def owned_kv_heads(self, tp_index: int, q_per_kv: int) -> Span:
         """Those of them that no lower TP index holds: each KV head has one owner.
 
+        Where ranks split the sequence, that is of each row who keeps its block, with all heads.
         Held by: test_digest.py::test_every_kv_head_has_one_owner.
         """
+        if self.splits_sequence:
+            return self.kv_heads(tp_index, q_per_kv)
         start, stop = self.heads[tp_index]
         return (-(-start // q_per_kv), -(-stop // q_per_kv))
 
     def describe(self) -> str:
         """`tp 2 pp 3`, for people."""
-        return f"tp {self.tp} pp {self.pp}"
+        text = f"tp {self.tp} pp {self.pp}"
+        return f"{text} · KV by sequence" if self.splits_sequence else text
 
 
 def even_spans(total: int, parts: int) -> tuple[Span, ...]:
@@ -326,12 +362,13 @@ def plan(
     pp: int = 1,
     heads: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
+    kv_shard: KvShard = "heads",
     leaf: int,
 ) -> Layout:
     """The layout for a width and depth, or for explicit cuts in query heads and layers.
 
-    Raises: LayoutError when a width exceeds the query heads, a depth the layers, or a cut does
-    not add up; the message holds the numbers.
+    Raises: LayoutError when a width exceeds the query heads, or the stripes that a sequence is cut
+    into, a depth the layers, or a cut does not add up; the message holds the numbers.
     Source: docs/numerics.md, Cuts. Held by: test_layout.py.
     """
     if heads is not None:
@@ -344,6 +381,11 @@ def plan(
         raise LayoutError(
             f"--tensor-parallel-size {tp} is not possible: the model has {config.num_heads} "
             f"query heads, so 1 to {config.num_heads} ranks can share a layer"
+        )
+    if kv_shard == "sequence" and tp > STRIPES:
+        raise LayoutError(
+            f"--kv-shard sequence is not possible with {tp} ranks: a sequence is kept in {STRIPES} "
+            f"stripes, so 1 to {STRIPES} ranks can share a layer; take fewer, or --kv-shard heads"
         )
     if not 1 <= pp <= config.num_layers:
         raise LayoutError(
@@ -372,6 +414,7 @@ def plan(
             if layers is None
             else tuple(pairwise([0, *accumulate(layers)]))
         ),
+        kv_shard=kv_shard,
     )
 
 

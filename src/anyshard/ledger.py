@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from anyshard.model import FLOAT_BYTES, Program
+from anyshard.model import FLOAT_BYTES, OpKind, Program
 
 __all__ = [
     "StepShape",
@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 PAIR_FLOATS = 2  # (value, id) of a rank's best token
+_KINDS: dict[OpKind, str] = {"send": "hop", "gather_q": "queries", "gather_states": "states"}
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,26 @@ class WireCost:
     hop_bytes: int = 0
     logits_bytes: int = 0
     pairs_bytes: int = 0
+    queries_bytes: int = 0
+    states_bytes: int = 0
     reduce_messages: int = 0
     hop_messages: int = 0
     logits_messages: int = 0
     pairs_messages: int = 0
+    queries_messages: int = 0
+    states_messages: int = 0
 
     @property
     def bytes(self) -> int:
         """All but the logits gathered for a digest, a filter or noise."""
-        return self.reduce_bytes + self.hop_bytes + self.pairs_bytes
+        sequence = self.queries_bytes + self.states_bytes
+        return self.reduce_bytes + self.hop_bytes + self.pairs_bytes + sequence
 
     @property
     def messages(self) -> int:
         """All but those of gathered logits."""
-        return self.reduce_messages + self.hop_messages + self.pairs_messages
+        sequence = self.queries_messages + self.states_messages
+        return self.reduce_messages + self.hop_messages + self.pairs_messages + sequence
 
 
 def wire_cost(program: Program, steps: Iterable[StepShape]) -> WireCost:
@@ -72,7 +79,7 @@ def wire_cost(program: Program, steps: Iterable[StepShape]) -> WireCost:
                 totals[f"{kind}_bytes"] += floats * step.sampled * FLOAT_BYTES
                 totals[f"{kind}_messages"] += 1
             elif op.receivers:
-                kind = "hop" if op.kind == "send" else "reduce"
+                kind = _KINDS.get(op.kind, "reduce")
                 totals[f"{kind}_bytes"] += op.wire_floats * step.rows * FLOAT_BYTES * op.receivers
                 totals[f"{kind}_messages"] += op.receivers
     return WireCost(**totals)

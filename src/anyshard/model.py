@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anyshard.config import ModelConfig, Profile
-from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
+from anyshard.layout import STRIPE_TREE, Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
 from anyshard.ops.kv_pages import page_bytes
 from anyshard.ops.storage import Q8_INPUTS, Storage, stored_bytes
 from anyshard.replicas import Replica, replicas_of
+from anyshard.stripes import STRIPES
 
 __all__ = [
     "FLOAT_BYTES",
     "LAYER_POINTS",
+    "STATE_HEADER",
     "DigestPoint",
     "Op",
     "OpKind",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 FLOAT_BYTES = 4
+STATE_HEADER = 2  # floats of a softmax state on the wire, before o[d]: M as int bits, and l
 
 DigestPoint = Literal[
     "embed", "q", "k", "v", "attention", "reduce_o", "ffn", "reduce_down", "logits"
@@ -52,7 +55,10 @@ OpKind = Literal[
     "embed",
     "receive",
     "qkv",
+    "gather_q",
     "attention",
+    "gather_states",
+    "merge_states",
     "o_proj",
     "gather_o",
     "reduce_o",
@@ -107,7 +113,8 @@ class Sum:
     """The part of a canonical sum that an op evaluates, or (with node counts) completes.
 
     leaf_lengths, merges: of the leaves here. For a reduce: merges over the nodes of all ranks,
-    and how many of them each rank sends.
+    and how many of them each rank sends. For a merge of softmax states the same, of the tree over
+    stripes.
     """
 
     leaf_lengths: tuple[int, ...] = ()
@@ -203,9 +210,17 @@ class Program:
     @property
     def exchange_nodes(self) -> int:
         """The most nodes that a rank sends in one gather; sizes the exchange buffers."""
-        return max(
-            (max(op.sum.nodes_per_rank) for op in self.ops if op.sum.nodes_per_rank), default=1
-        )
+        reduces = [op for op in self.ops if op.kind in ("reduce_o", "reduce_down")]
+        return max((max(op.sum.nodes_per_rank) for op in reduces), default=1)
+
+    @property
+    def stripes(self) -> Span:
+        """Stripes of the keys and values here."""
+        return self.layout.stripes(self.tp_index)
+
+    def row_wire(self, kind: OpKind) -> int:
+        """Floats that an op of that kind puts on the wire for a row and receiver; 0 without one."""
+        return max((op.wire_floats for op in self.ops if op.kind == kind), default=0)
 
     @property
     def digest_columns(self) -> int:
@@ -291,6 +306,7 @@ class _Builder:
         self.tp_index = tp_index = layout.coordinates(rank)[1]
         self.replicas = replicas_of(config, layout, rank)
         self.heads = layout.heads[tp_index]
+        self.stripes = layout.stripes(tp_index)
         self.kv_heads = layout.kv_heads(tp_index, config.q_per_kv)
         self.owned_kv = layout.owned_kv_heads(tp_index, config.q_per_kv)
         self.ffn = layout.ffn[tp_index]
@@ -339,29 +355,13 @@ class _Builder:
     def attention_block(self, layer: int) -> list[Op]:
         ops: list[Op] = []
         config, d = self.config, self.config.head_dim
-        whole = (0, config.hidden)
         num_heads = self.heads[1] - self.heads[0]
         num_kv_heads = self.kv_heads[1] - self.kv_heads[0]
-        if num_heads:
-            q = (self.heads[0] * d, self.heads[1] * d)
-            kv = (self.kv_heads[0] * d, self.kv_heads[1] * d)
-            outputs = (num_heads + 2 * num_kv_heads) * d
-            ops.append(
-                Op(
-                    kind="qkv",
-                    layer=layer,
-                    outputs=outputs,
-                    weights=(
-                        Weight(f"layers.{layer}.attn_norm", whole),
-                        *self._matrix(layer, "q", q, bias=config.qkv_bias),
-                        *self._matrix(layer, "k", kv, bias=config.qkv_bias),
-                        *self._matrix(layer, "v", kv, bias=config.qkv_bias),
-                        *self._head_norms(layer),
-                    ),
-                    sum=self.whole_hidden,
-                    flop=2 * config.hidden * outputs,
-                )
-            )
+        if num_heads or self.layout.splits_sequence:
+            ops.append(self._qkv(layer, num_heads, num_kv_heads))
+        if self.layout.splits_sequence:
+            ops += self._sequence_attention(layer, num_heads)
+        elif num_heads:
             ops.append(
                 Op(
                     kind="attention",
@@ -379,6 +379,71 @@ class _Builder:
             weight="o",
             bias=config.o_bias,
         )
+        return ops
+
+    def _qkv(self, layer: int, num_heads: int, num_kv_heads: int) -> Op:
+        """Of a row whose keys another rank keeps, only q."""
+        config, d = self.config, self.config.head_dim
+        q = (self.heads[0] * d, self.heads[1] * d)
+        kv = (self.kv_heads[0] * d, self.kv_heads[1] * d)
+        share = self.stripes[1] - self.stripes[0]
+        return Op(
+            kind="qkv",
+            layer=layer,
+            outputs=(num_heads + 2 * num_kv_heads) * d,
+            weights=(
+                Weight(f"layers.{layer}.attn_norm", (0, config.hidden)),
+                *(self._matrix(layer, "q", q, bias=config.qkv_bias) if num_heads else ()),
+                *self._matrix(layer, "k", kv, bias=config.qkv_bias),
+                *self._matrix(layer, "v", kv, bias=config.qkv_bias),
+                *self._head_norms(layer),
+            ),
+            sum=self.whole_hidden,
+            flop=2 * config.hidden * (num_heads * d + 2 * num_kv_heads * d * share // STRIPES),
+        )
+
+    def _sequence_attention(self, layer: int, num_heads: int) -> list[Op]:
+        """Every rank computes the states of its stripes for all heads; each head's are merged by
+        the rank that has the head."""
+        config, d, layout = self.config, self.config.head_dim, self.layout
+        spans = [layout.stripes(index) for index in range(layout.tp)]
+        nodes_per_rank = tuple(len(STRIPE_TREE.cover(span)) for span in spans)
+        most_heads = max(stop - start for start, stop in layout.heads)
+        share, state = self.stripes[1] - self.stripes[0], d + STATE_HEADER
+        mine = nodes_per_rank[self.tp_index]
+        ops = [
+            Op(
+                kind="gather_q",
+                layer=layer,
+                wire_floats=most_heads * d,
+                receivers=layout.tp - 1,
+            ),
+            Op(
+                kind="attention",
+                layer=layer,
+                outputs=mine * config.num_heads * state,
+                flop_per_key=4 * config.num_heads * d * share // STRIPES,
+                kv_bytes_per_key=self.kv_bytes * config.num_kv_heads * share // STRIPES,
+            ),
+            Op(
+                kind="gather_states",
+                layer=layer,
+                sum=Sum(nodes_per_rank=nodes_per_rank),
+                wire_floats=most_heads * max(nodes_per_rank) * state,
+                receivers=layout.tp - 1,
+            ),
+        ]
+        if num_heads:
+            merges = STRIPE_TREE.node_merges(spans)
+            ops.append(
+                Op(
+                    kind="merge_states",
+                    layer=layer,
+                    outputs=num_heads * d,
+                    sum=Sum(merges=merges, nodes_per_rank=nodes_per_rank),
+                    flop=num_heads * (3 * sum(merges) * (d + 1) + d),
+                )
+            )
         return ops
 
     def mlp_block(self, layer: int) -> list[Op]:

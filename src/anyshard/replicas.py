@@ -51,7 +51,9 @@ def _replicas(config: ModelConfig, layout: Layout, stage: int, tp_index: int) ->
         yield Replica(first, "hop")
     elif tp_index:
         yield Replica(-1, "embed")
-    heads = _shared_heads(layout, tp_index, config.q_per_kv)
+    # where ranks split the sequence, a row's keys are on one rank alone
+    split = layout.splits_sequence
+    heads = () if split else _shared_heads(layout, tp_index, config.q_per_kv)
     for layer in range(first, last):
         for head in heads:
             yield Replica(layer, "k", head)

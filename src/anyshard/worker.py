@@ -7,7 +7,7 @@ counts and a row table, nothing else. Knows nothing of text, requests or other e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,16 +19,17 @@ from anyshard.checkpoint.image import WeightImage
 from anyshard.comm.base import Comm, CommKind, ExchangeSpec, WireSizes
 from anyshard.comm.control import Frame, RankControl
 from anyshard.config import ModelConfig, Profile
-from anyshard.kv import KvCache
+from anyshard.kv import KvCache, local_pages, num_local_pages
 from anyshard.launcher import Seat
-from anyshard.layout import Layout
+from anyshard.layout import KvShard, Layout
 from anyshard.model import Op, Program, program
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.digest import KEY_PADDING, digest_keys
-from anyshard.ops.exact import F32
+from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
+from anyshard.pages import pages_for
 from anyshard.request import Sampling
 from anyshard.walk import walks
 
@@ -62,6 +63,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     ffn: tuple[tuple[int, int], ...]
     vocab: tuple[tuple[int, int], ...]
     layers: tuple[tuple[int, int], ...]
+    kv_shard: KvShard = "heads"
     kernels: KernelChoice
     comm: CommKind
     threads: int
@@ -79,7 +81,13 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layout(self) -> Layout:
         """The cuts as a layout."""
-        return Layout(heads=self.heads, ffn=self.ffn, vocab=self.vocab, layers=self.layers)
+        return Layout(
+            heads=self.heads,
+            ffn=self.ffn,
+            vocab=self.vocab,
+            layers=self.layers,
+            kv_shard=self.kv_shard,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,10 +99,11 @@ class Served:
     image: WeightImage
 
 
-def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes:
-    """Capacities of every exchange of an epoch, in floats."""
-    layout = plan.layout
+def wire_sizes(programs: Sequence[Program], plan: RankPlan) -> WireSizes:
+    """Capacities of every exchange of an epoch, in floats. programs: of all ranks."""
+    layout, config = plan.layout, programs[0].config
     vocab_rows = max(stop - start for start, stop in layout.vocab)
+    nodes_max = max(each.exchange_nodes for each in programs)
     return WireSizes(
         tp=layout.tp,
         pp=layout.pp,
@@ -104,6 +113,7 @@ def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes
                 kind="reduce",
                 capacity_floats=nodes_max * plan.rows_max * config.hidden,
             ),
+            *(_sequence_exchanges(programs[0], plan) if layout.splits_sequence else ()),
             ExchangeSpec(
                 name="logits",
                 kind="logits",
@@ -121,6 +131,27 @@ def wire_sizes(config: ModelConfig, plan: RankPlan, nodes_max: int) -> WireSizes
     )
 
 
+def _sequence_exchanges(part: Program, plan: RankPlan) -> tuple[ExchangeSpec, ...]:
+    """One buffer each: before a rank writes it again, in the next layer, all ranks have published
+    nodes, and so have read what it held."""
+    parts = part.layout.tp * part.row_wire("gather_states")
+    return (
+        ExchangeSpec(
+            name="queries",
+            kind="queries",
+            capacity_floats=plan.rows_max * part.row_wire("gather_q"),
+            is_fenced=True,
+        ),
+        ExchangeSpec(
+            name="states",
+            kind="states",
+            capacity_floats=plan.rows_max * parts,
+            all_to_all=True,
+            is_fenced=True,
+        ),
+    )
+
+
 def note_bytes(num_slots: int) -> int:
     """Room for the note of a frame, the sampling parameters of all slots, in bytes."""
     return 64 + 192 * num_slots
@@ -132,7 +163,9 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
     Held by: test_admission.py::test_what_is_counted_is_what_ranks_allocate.
     """
     config = part.config
-    head_floats = 2 * (part.heads[1] - part.heads[0]) * config.head_dim  # q and a
+    head_floats = (part.heads[1] - part.heads[0]) * config.head_dim * 2  # q and a
+    if part.layout.splits_sequence:
+        head_floats //= 2  # q is the buffer of an exchange
     row_floats = config.hidden + head_floats + part.ffn[1] - part.ffn[0]
     row_ints, slot_ints = 5, 1  # token, position, slot, fault, drawn token; sampled row
     vocab = part.vocab[1] - part.vocab[0]
@@ -140,10 +173,12 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
         vocab += config.vocab
     blocks = -(-plan.max_model_len // part.profile.kv_block)
     digest_words = plan.rows_max * part.record_columns if plan.record else 0
+    page_ints = plan.num_pages if part.layout.splits_sequence else 0
     return 8 * digest_words + 4 * (
         plan.rows_max * (row_floats + row_ints)
         + plan.sampled_max * (vocab + slot_ints)
         + plan.num_slots * blocks
+        + page_ints
         + plan.max_model_len * config.head_dim  # cos and sin
         + _num_keys(config, plan)
     )
@@ -196,8 +231,10 @@ class Worker:
         rows = plan.rows_max
         num_heads = here.heads[1] - here.heads[0]
         self.x_RD = np.zeros((rows, config.hidden), np.float32)
-        self.q_RN = np.zeros((rows, num_heads * config.head_dim), np.float32)
-        self.a_RN = np.zeros_like(self.q_RN)
+        self.a_RN = np.zeros((rows, num_heads * config.head_dim), np.float32)
+        self.q_RN = np.zeros_like(self.a_RN)
+        if here.layout.splits_sequence:  # written where the others read it
+            self.q_RN = self.query_sources()[here.tp_index]
         self.f_RF = np.zeros((rows, here.ffn[1] - here.ffn[0]), np.float32)
         self.shard_RV = np.zeros((plan.sampled_max, here.vocab[1] - here.vocab[0]), np.float32)
         self.is_sampler = here.rank == here.layout.sampler
@@ -211,8 +248,13 @@ class Worker:
         self.row_fault = np.zeros(rows, np.int32)
         self.sample_rows = np.zeros(plan.sampled_max, np.int32)
         self.drawn = np.zeros(rows, np.int32)
-        blocks = -(-plan.max_model_len // profile.kv_block)
+        blocks = pages_for(plan.max_model_len, block=profile.kv_block)
         self.page_table = np.zeros((plan.num_slots, blocks), np.int32)
+        pages = {"num_pages": plan.num_pages, "sequence_blocks": blocks}
+        self.local_pages: I32 | None = None  # a rank of many sees its own pages only
+        if here.layout.splits_sequence:
+            self.local_pages = local_pages(here.stripes, **pages)
+            self.page_table.fill(-1)
         self.cos, self.sin = rope_table(
             plan.max_model_len, config.head_dim, config.rope_theta, config.rope_scaling
         )
@@ -223,9 +265,22 @@ class Worker:
             profile,
             layers=here.layers,
             kv_heads=here.kv_heads,
-            num_pages=plan.num_pages,
+            num_pages=(
+                plan.num_pages
+                if self.local_pages is None
+                else num_local_pages(here.stripes, **pages)
+            ),
             poison=plan.poison,
         )
+
+    def query_sources(self) -> list[F32]:
+        """[R, H*d here] of each TP rank, where the exchange of queries brings them."""
+        sources, rows = self.comm.exchange("queries").sources(0), self.plan.rows_max
+        widths = [(stop - start) * self.config.head_dim for start, stop in self.plan.heads]
+        return [
+            source[: rows * width].reshape(rows, width)
+            for source, width in zip(sources, widths, strict=True)
+        ]
 
     def serve(self) -> None:
         """Walk frames until the front says stop."""
@@ -269,7 +324,9 @@ class Worker:
         self.row_fault[:rows].fill(0)
         self.drawn[:rows].fill(-1)
         if len(frame.pages):
-            self.page_table[frame.pages["slot"], frame.pages["block"]] = frame.pages["page"]
+            pages = frame.pages["page"]
+            mine = pages if self.local_pages is None else self.local_pages[pages]
+            self.page_table[frame.pages["slot"], frame.pages["block"]] = mine
         if frame.note:
             self.sampling |= msgspec.msgpack.decode(frame.note, type=dict[int, Sampling])
 

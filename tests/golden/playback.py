@@ -28,7 +28,8 @@ __all__ = ["Player", "Recorder", "read_answers", "write_calls"]
 
 MAGIC = b"anyshard calls 1"
 OPS = (
-    "Attention", "Digest", "DigestKv", "Embed", "GateUp", "Head", "Qkv", "Reduce", "RowLinear",
+    "Attention", "AttentionStates", "Digest", "DigestKv", "Embed", "GateUp", "Head", "MergeStates",
+    "Qkv", "Reduce", "RowLinear",
 )  # fmt: skip
 FUNCTIONS = ("argmax", "digest_panels", "exp_into", "gumbel_argmax", "pack_panels")
 OF_POOL = ("digest_panels", "pack_panels")  # functions whose first argument is the pool

@@ -214,6 +214,49 @@ def attentions(module: Any, pool: Any) -> Found:
     return found
 
 
+def split_sequences(module: Any, pool: Any) -> Found:
+    """States of spans of stripes, one node and two; merges of hashed states, an empty one last.
+
+    The merge does not take what the first op gives: calls are played back elsewhere.
+    """
+    found: Found = {}
+    for number, (d, heads, of) in enumerate(((8, (1, 0), (0,)), (80, (1, 3), (0, 0, 1, 1)))):
+        blocks, kv_heads, count = 16, of[-1] + 1, heads[0]
+        table = (np.arange(blocks, dtype=np.int32) * 7 % blocks).reshape(1, blocks)
+        k_cache = hashed(680 + number, blocks, kv_heads, d, 32, binades=1)
+        v_cache = hashed(682 + number, blocks, kv_heads, 32, d)
+        rows, part = len(POSITIONS), 2 * max(heads) * (d + 2)
+        queries = [hashed(684 + i, rows, each * d, binades=1) for i, each in enumerate(heads)]
+        for first, stop in ((0, 4), (3, 6), (7, 8)):
+            out = zeros(2 * rows * part)
+            module.AttentionStates(
+                pool, queries, k_cache, v_cache, table, faults(rows),
+                np.array(POSITIONS, np.int32), d, np.array(of, np.int32), first, stop, part, out,
+            ).run(rows)  # fmt: skip
+            found[f"d={d} stripes {first} to {stop}"] = out[:: 1 if d == 8 else 3].copy()
+        merges = np.array((0, 1, 0, 1, 2), np.int32)
+        sources = []
+        for rank, nodes in enumerate((2, 2, 1)):
+            source = hashed(690 + rank, 5 * part).reshape(5, -1)
+            states = source[:, : count * nodes * (d + 2)].reshape(5, count, nodes, d + 2)
+            states[..., 0] = (
+                (np.arange(5 * count * nodes, dtype=np.int32) % 9 - 4)
+                .view(np.float32)
+                .reshape(5, count, nodes)
+            )
+            states[..., 1] = np.abs(states[..., 1])
+            if rank == 2:
+                states[2, :, :, 0] = np.int32(-(1 << 30)).view(np.float32)
+                states[2, :, :, 1], states[2, :, :, 2:] = 0, np.nan
+            sources.append(np.ascontiguousarray(states).reshape(-1))
+        sources = [np.concatenate([each, zeros(5 * part - len(each))]) for each in sources]
+        merged, marked = zeros(5, count * d), faults(5)
+        module.MergeStates(pool, sources, [2, 2, 1], merges, 0, part, d, merged, marked, 3).run(5)
+        assert not marked.any()
+        found[f"d={d} merged"] = merged
+    return found
+
+
 def marks(module: Any, pool: Any) -> Found:
     """Rows out of range are marked, on every CPU; what they hold is NaN, of whichever bits."""
     rows, hidden, width = 5, 67, 9
@@ -364,5 +407,6 @@ SETS = {
     "packing": packing,
     "qkv": qkvs,
     "reduce": reduces,
+    "split_sequences": split_sequences,
     "subnormals": subnormals,
 }

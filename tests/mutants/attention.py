@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from anyshard.binder import Binder
 from anyshard.model import Op, Program, Weight
@@ -76,11 +77,12 @@ class DistinctKvHeads(Worker):
 class NormTogetherQkv(reference_ops.Qkv):
     """q_norm and k_norm over all heads of the rank at once."""
 
-    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: int) -> F32:
+    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: Any) -> F32:
         if norm_d is not None:
             weight = np.tile(norm_d, y_MN.shape[1] // len(norm_d))
-            fault = self.row_fault[:rows]
+            fault = self.row_fault[rows]
             y_MN = reference_ops.rms_norm(y_MN, weight, self.eps, fault, self.fault_code)
+            self.row_fault[rows] = fault
         return super()._rotated(y_MN, None, rows)
 
 
@@ -140,10 +142,10 @@ class BaseEAttention(reference_ops.Attention):
 class ScaleOverTokensQkv(reference_ops.Qkv):
     """Values of all rows of a step have one scale for 32 dims: the largest of theirs."""
 
-    def store(self, k_MGd: F32, v_MGd: F32) -> None:
-        super().store(k_MGd, v_MGd)
+    def store(self, rows: npt.NDArray[np.intp], k_MGd: F32, v_MGd: F32) -> None:
+        super().store(rows, k_MGd, v_MGd)
         most_MGd = np.broadcast_to(np.abs(v_MGd).max(axis=0), v_MGd.shape)
-        for row, (v_Gd, most_Gd) in enumerate(zip(v_MGd, most_MGd, strict=True)):
+        for row, v_Gd, most_Gd in zip(rows, v_MGd, most_MGd, strict=True):
             block, lane = divmod(int(self.positions[row]), KV_BLOCK)
             page = int(self.page_table[self.row_slot[row], block])
             _, scale_Gg = quantize_groups(most_Gd)

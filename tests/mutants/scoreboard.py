@@ -32,7 +32,7 @@ from anyshard.verify.divergence import Divergence, Run, cell_run, first_divergen
 from anyshard.verify.driver import Driver, open_group
 from anyshard.verify.naive import AlteredOps, rank_body
 from anyshard.worker import Worker, rank_main
-from mutants.catalogue import Exhibit, Mutant
+from mutants.exhibits import Exhibit, Mutant
 from mutants.subjects import subject
 
 Verdict = Literal["right", "hidden", "MISSED", "MISNAMED", "NOT HIDDEN", "NOT SEEN", "SEEN"]

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_states.h"
 #include "digest_op.h"
 #include "ops.h"
 #include "pack.h"
@@ -249,6 +250,18 @@ Best run(Call& call, Pool& pool) {
                                          c.object(), c.object(), c.small(),  c.object(),
                                          c.object(), c.object(), c.small()};
     Attention(pool, arguments).run(c.small());
+  } else if (name == "AttentionStates") {
+    const std::vector<PyObject*> queries = c.objects();
+    const AttentionStates::Arguments arguments{c.object(),  c.object(),  c.object(), c.object(),
+                                               c.object(),  c.small(),   c.object(), c.integer(),
+                                               c.integer(), c.integer(), c.object()};
+    AttentionStates(pool, queries, arguments).run(c.small());
+  } else if (name == "MergeStates") {
+    const std::vector<PyObject*> sources = c.objects();
+    const std::vector<int64_t> nodes = c.integers();
+    const MergeStates::Arguments arguments{c.object(), c.integer(), c.integer(), c.small(),
+                                           c.object(), c.object(),  c.small()};
+    MergeStates(pool, sources, nodes, arguments).run(c.small());
   } else if (name == "RowLinear") {
     RowLinear op{pool, c.object(), c.object(), c.integer(), c.object(), c.object(), c.object()};
     op.run(c.small());

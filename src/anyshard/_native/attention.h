@@ -8,14 +8,7 @@
 #include "elementary.h"
 #include "tile.h"
 
-constexpr int32_t kEmptyMax = -(1 << 30);
 constexpr float kScoreLimit = 0x1p20f;
-
-struct StateHeader {
-  int32_t high;
-  float total;
-  int32_t out_of_range;
-};
 
 ANYSHARD_INLINE StateHeader read_header(const float* state) {
   StateHeader header;

@@ -12,25 +12,39 @@ constexpr int kWholeBlocks = 3;
 constexpr int kStripeMerges[kStripes] = {0, 1, 0, 2, 0, 1, 0, 3};
 constexpr int kOpenStates = 4;
 
+// Each [rows, its heads * head_dim].
+std::deque<Array> bound_queries(const std::vector<PyObject*>& queries) {
+  require(!queries.empty(), "there are no queries");
+  std::deque<Array> bound;
+  for (PyObject* each : queries) {
+    const int64_t rows = bound.empty() ? kAny : bound.front().size(0);
+    bound.emplace_back(each, "q", Element::kFloat, std::initializer_list<int64_t>{rows, kAny});
+  }
+  return bound;
+}
+
 }  // namespace
 
-Attention::Attention(Pool& pool, const Arguments& a)
+AttentionUnits::AttentionUnits(Pool& pool, const std::vector<PyObject*>& queries, const Inputs& a)
     : pool_(pool),
       head_dim_(a.head_dim),
-      q_(a.q, "q", Element::kFloat, {kAny, kAny}),
+      queries_(bound_queries(queries)),
       k_cache_(a.k_cache, "k_cache", true, a.head_dim),
       v_cache_(a.v_cache, "v_cache", false, a.head_dim),
-      paged_(a.page_table, a.row_slot, a.positions, q_.size(0), k_cache_.num_pages(), INT32_MAX),
+      paged_(a.page_table, a.row_slot, a.positions, queries_.front().size(0), k_cache_.num_pages(),
+             INT32_MAX),
       kv_head_of_(a.kv_head_of, "kv_head_of", Element::kInt, {kAny}),
-      out_(a.out, "out", Element::kFloat, {q_.size(0), kv_head_of_.size(0) * a.head_dim}, true),
-      row_fault_(a.row_fault, "row_fault", Element::kInt, {q_.size(0)}, true),
-      fault_code_(a.fault_code),
       state_floats_(static_cast<size_t>(a.head_dim) + kStateHeader) {
   require_alike(k_cache_, v_cache_);
-  require(q_.size(1) == out_.size(1), "q and out have different widths");
-  require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
-  const int num_heads = static_cast<int>(kv_head_of_.size(0));
-  for (int head = 0; head < num_heads; ++head) {
+  for (const Array& each : queries_) {
+    require(each.size(1) % head_dim_ == 0, "q is not a whole number of heads wide");
+    for (int64_t d = 0; d + head_dim_ <= each.size(1); d += head_dim_) {
+      heads_.push_back({each.floats() + d, static_cast<size_t>(each.size(1))});
+    }
+  }
+  require(heads_.size() == static_cast<size_t>(num_heads()),
+          "q and kv_head_of have different numbers of heads");
+  for (int head = 0; head < num_heads(); ++head) {
     const int kv_head = kv_head_of_.ints()[head];
     const int before = head > 0 ? kv_head_of_.ints()[head - 1] : 0;
     require(kv_head >= before && kv_head < k_cache_.num_heads(),
@@ -40,9 +54,20 @@ Attention::Attention(Pool& pool, const Arguments& a)
     if (!same) head_groups_.push_back({0, 0, head, head});
     head_groups_.back().head_stop = head + 1;
   }
-  units_.resize(static_cast<size_t>(q_.size(0)) * head_groups_.size());
-  const size_t states = kMaxPairs * state_floats_;
+  units_.resize(static_cast<size_t>(rows_max()) * head_groups_.size());
   if (pool.threads() > 1) stripe_units_ = static_cast<size_t>(3 * pool.threads());
+}
+
+Attention::Attention(Pool& pool, const Arguments& a)
+    : AttentionUnits(
+          pool, {a.q},
+          {a.k_cache, a.v_cache, a.page_table, a.row_slot, a.positions, a.head_dim, a.kv_head_of}),
+      out_(a.out, "out", Element::kFloat, {rows_max(), num_heads() * a.head_dim}, true),
+      row_fault_(a.row_fault, "row_fault", Element::kInt, {rows_max()}, true),
+      fault_code_(a.fault_code) {
+  require(queries_.front().size(1) == out_.size(1), "q and out have different widths");
+  require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
+  const size_t states = kMaxPairs * state_floats_;
   int most_heads = 0;
   for (const Unit& group : head_groups_) most_heads = std::max(most_heads, group.num_heads());
   const size_t sweep =
@@ -50,7 +75,7 @@ Attention::Attention(Pool& pool, const Arguments& a)
   pool.reserve(stripe_units_ * kStripes * states, std::max(kOpenStates * states, sweep));
 }
 
-void Attention::list_units(int rows) {
+void AttentionUnits::list_units(int rows) {
   num_units_ = 0;
   for (const Unit& group : head_groups_) {
     const int most_rows = kMaxPairs / group.num_heads();
@@ -68,7 +93,7 @@ void Attention::list_units(int rows) {
   }
 }
 
-AttentionUnit Attention::describe(const Unit& unit) const {
+AttentionUnit AttentionUnits::describe(const Unit& unit) const {
   AttentionUnit result;
   const int64_t kv_head = kv_head_of_.ints()[unit.head_start];
   result.k_head = k_cache_.head(0, kv_head);
@@ -81,15 +106,15 @@ AttentionUnit Attention::describe(const Unit& unit) const {
   result.num_pairs = 0;
   for (int row = unit.row_start; row < unit.row_stop; ++row) {
     for (int head = unit.head_start; head < unit.head_stop; ++head) {
-      const float* query = q_.floats() + static_cast<int64_t>(row) * q_.size(1) +
-                           static_cast<int64_t>(head) * head_dim_;
+      const HeadQueries& of_head = heads_[static_cast<size_t>(head)];
+      const float* query = of_head.row_0 + static_cast<size_t>(row) * of_head.stride;
       result.pairs[result.num_pairs++] = {query, paged_.position(row) % kBlock + 1};
     }
   }
   return result;
 }
 
-bool Attention::splits_stripes() const {
+bool AttentionUnits::splits_stripes() const {
   if (num_units_ > stripe_units_) return false;
   for (size_t i = 0; i < num_units_; ++i) {
     if (paged_.position(units_[i].row_start) / kBlock >= kWholeBlocks) return true;
@@ -97,27 +122,39 @@ bool Attention::splits_stripes() const {
   return false;
 }
 
+int AttentionUnits::num_pairs() const {
+  int count = 0;
+  for (size_t i = 0; i < num_units_; ++i) count += units_[i].num_pairs();
+  return count;
+}
+
+size_t AttentionUnits::unit_of(int* pair) const {
+  size_t unit = 0;
+  for (; *pair >= units_[unit].num_pairs(); ++unit) *pair -= units_[unit].num_pairs();
+  return unit;
+}
+
 void Attention::run(int rows) {
-  check_rows(rows, static_cast<int>(q_.size(0)));
+  check_rows(rows, rows_max());
   if (head_groups_.empty()) return;
   paged_.check(rows, true);
   list_units(rows);
-  int num_pairs = 0;
-  for (size_t i = 0; i < num_units_; ++i) num_pairs += units_[i].num_pairs();
   const int num_units = static_cast<int>(num_units_);
   const bool alone = are_alone(rows);
   if (splits_stripes()) {
     const auto work = [&](const Thread& thread, int phase, int start, int stop) {
       for (int i = start; i < stop; ++i) {
         if (phase == 0) {
-          run_stripe(thread, i, alone ? rows : num_units);
+          const size_t step = static_cast<size_t>(alone ? rows : num_units);
+          run_stripe(thread, static_cast<size_t>(i / kStripes), step, i % kStripes, i % kStripes,
+                     kStripes);
         } else {
           finish_pair(thread, i);
         }
       }
     };
     const int num_items = (alone ? rows : num_units) * kStripes;
-    pool_.run({{num_items, 1}, {num_pairs, pool_.chunk(num_pairs, 1)}}, work);
+    pool_.run({{num_items, 1}, {num_pairs(), pool_.chunk(num_pairs(), 1)}}, work);
   } else if (alone) {
     const bool whole = rows >= pool_.threads();  // rows, or else their groups of heads, are dealt
     const auto work = [&](const Thread& thread, int, int start, int stop) {
@@ -158,7 +195,7 @@ void Attention::run_unit(const Thread& thread, const Unit& unit) const {
   }
 }
 
-bool Attention::are_alone(int rows) const {
+bool AttentionUnits::are_alone(int rows) const {
   return pool_.kernels().attention_block != nullptr &&
          num_units_ == static_cast<size_t>(rows) * head_groups_.size();
 }
@@ -206,31 +243,31 @@ void Attention::run_sweep(const Thread& thread, size_t first, size_t step, size_
 }
 
 // Few units: an item is a stripe of a unit, or of all units of a row that is alone, so that all
-// threads have something to do. `step`: the units of a row are so far apart.
-void Attention::run_stripe(const Thread& thread, int item, int step) const {
+// threads have something to do. `first`: the first unit of the item; `step`: the units of a row are
+// so far apart. A unit has room for `num_places` sets of states, of which this is number `place`.
+void AttentionUnits::run_stripe(const Thread& thread, size_t first, size_t step, int stripe,
+                                int place, int num_places) const {
   const Kernels& kernels = thread.kernels;
   const size_t set = kMaxPairs * state_floats_;
-  const int stripe = item % kStripes;
-  size_t first = static_cast<size_t>(item / kStripes);
   const auto states = [&](size_t unit) {
-    return thread.common + (unit * kStripes + static_cast<size_t>(stripe)) * set;
+    return thread.common +
+           (unit * static_cast<size_t>(num_places) + static_cast<size_t>(place)) * set;
   };
   const AttentionUnit description = describe(units_[first]);
-  if (first + static_cast<size_t>(step) >= num_units_ ||
-      stripe_of(stripe) > description.last_block) {
-    for (size_t unit = first; unit < num_units_; unit += static_cast<size_t>(step)) {
+  if (first + step >= num_units_ || stripe_of(stripe) > description.last_block) {
+    for (size_t unit = first; unit < num_units_; unit += step) {
       kernels.attention_stripe(describe(units_[unit]), stripe, states(unit));
     }
     return;
   }
-  for (; first < num_units_; first += static_cast<size_t>(step) * kSweepUnits) {
+  for (; first < num_units_; first += step * kSweepUnits) {
     AttentionUnit units[kSweepUnits];
     float* here[kSweepUnits];
     int count = 0;
     for (size_t unit = first; unit < num_units_ && count < kSweepUnits; ++count) {
       units[count] = describe(units_[unit]);
       here[count] = states(unit);
-      unit += static_cast<size_t>(step);
+      unit += step;
     }
     for (int block = stripe_of(stripe); block <= units[0].last_block; block += kStripes) {
       kernels.attention_block(units, count, block, kStripes, here);
@@ -240,9 +277,8 @@ void Attention::run_stripe(const Thread& thread, int item, int step) const {
 
 // Merges the stripes of one pair of all units, counted through.
 void Attention::finish_pair(const Thread& thread, int item) const {
-  size_t unit = 0;
   int pair = item;
-  for (; pair >= units_[unit].num_pairs(); ++unit) pair -= units_[unit].num_pairs();
+  const size_t unit = unit_of(&pair);
   const size_t set = kMaxPairs * state_floats_;
   float* state = thread.common + unit * kStripes * set + static_cast<size_t>(pair) * state_floats_;
   for (size_t step = 1; step < kStripes; step *= 2) {

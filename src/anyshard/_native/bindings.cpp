@@ -7,6 +7,7 @@
 #include <climits>
 #include <utility>
 
+#include "attention_states.h"
 #include "ops.h"
 #include "pack.h"
 #include "pool.h"
@@ -54,7 +55,7 @@ void bind_qkv(nb::module_& m) {
          nb::object leaf_lengths, nb::object merges, int head_dim, double q_scale,
          nb::object cosine, nb::object sine, nb::object positions, nb::object q_out,
          nb::object k_cache, nb::object v_cache, nb::object page_table, nb::object row_slot,
-         nb::object row_fault, int fault_code) {
+         nb::object row_fault, int fault_code, int64_t first_stripe, int64_t stop_stripe) {
         new (self) Qkv(pool, {x.ptr(),          norm_weight.ptr(), eps,
                               q_panels.ptr(),   k_panels.ptr(),    v_panels.ptr(),
                               q_bias.ptr(),     k_bias.ptr(),      v_bias.ptr(),
@@ -63,13 +64,20 @@ void bind_qkv(nb::module_& m) {
                               cosine.ptr(),     sine.ptr(),        positions.ptr(),
                               q_out.ptr(),      k_cache.ptr(),     v_cache.ptr(),
                               page_table.ptr(), row_slot.ptr(),    row_fault.ptr(),
-                              fault_code});
+                              fault_code,       first_stripe,      stop_stripe});
       },
       "pool"_a, "x"_a, "norm_weight"_a, "eps"_a, "q_panels"_a.none(), "k_panels"_a.none(),
       "v_panels"_a.none(), "q_bias"_a.none(), "k_bias"_a.none(), "v_bias"_a.none(),
       "q_norm"_a.none(), "k_norm"_a.none(), "leaf_lengths"_a, "merges"_a, "head_dim"_a, "q_scale"_a,
       "cos"_a, "sin"_a, "positions"_a, "q_out"_a, "k_cache"_a, "v_cache"_a, "page_table"_a,
-      "row_slot"_a, "row_fault"_a, "fault_code"_a, nb::keep_alive<1, 2>());
+      "row_slot"_a, "row_fault"_a, "fault_code"_a, "first_stripe"_a = 0, "stop_stripe"_a = kStripes,
+      nb::keep_alive<1, 2>());
+}
+
+std::vector<PyObject*> pointers_of(const std::vector<nb::object>& objects) {
+  std::vector<PyObject*> pointers;
+  for (const nb::object& each : objects) pointers.push_back(each.ptr());
+  return pointers;
 }
 
 void bind_attention(nb::module_& m) {
@@ -86,6 +94,37 @@ void bind_attention(nb::module_& m) {
           "pool"_a, "q"_a, "k_cache"_a, "v_cache"_a, "page_table"_a, "row_slot"_a, "positions"_a,
           "head_dim"_a, "kv_head_of"_a, "out"_a, "row_fault"_a, "fault_code"_a,
           nb::keep_alive<1, 2>());
+}
+
+void bind_states(nb::module_& m) {
+  nb::class_<AttentionStates, Op>(m, "AttentionStates")
+      .def(
+          "__init__",
+          [](AttentionStates* self, Pool& pool, const std::vector<nb::object>& queries,
+             nb::object k_cache, nb::object v_cache, nb::object page_table, nb::object row_slot,
+             nb::object positions, int head_dim, nb::object kv_head_of, int64_t first_stripe,
+             int64_t stop_stripe, int64_t part_floats, nb::object out) {
+            new (self) AttentionStates(
+                pool, pointers_of(queries),
+                {k_cache.ptr(), v_cache.ptr(), page_table.ptr(), row_slot.ptr(), positions.ptr(),
+                 head_dim, kv_head_of.ptr(), first_stripe, stop_stripe, part_floats, out.ptr()});
+          },
+          "pool"_a, "queries"_a, "k_cache"_a, "v_cache"_a, "page_table"_a, "row_slot"_a,
+          "positions"_a, "head_dim"_a, "kv_head_of"_a, "first_stripe"_a, "stop_stripe"_a,
+          "part_floats"_a, "out"_a, nb::keep_alive<1, 2>());
+  nb::class_<MergeStates, Op>(m, "MergeStates")
+      .def(
+          "__init__",
+          [](MergeStates* self, Pool& pool, const std::vector<nb::object>& sources,
+             const std::vector<int64_t>& nodes_per_source, nb::object merges, int64_t mine,
+             int64_t part_floats, int head_dim, nb::object out, nb::object row_fault,
+             int fault_code) {
+            new (self) MergeStates(pool, pointers_of(sources), nodes_per_source,
+                                   {merges.ptr(), mine, part_floats, head_dim, out.ptr(),
+                                    row_fault.ptr(), fault_code});
+          },
+          "pool"_a, "sources"_a, "nodes_per_source"_a, "merges"_a, "mine"_a, "part_floats"_a,
+          "head_dim"_a, "out"_a, "row_fault"_a, "fault_code"_a, nb::keep_alive<1, 2>());
 }
 
 void bind_row_linear(nb::module_& m) {
@@ -108,10 +147,8 @@ void bind_reduce(nb::module_& m) {
           [](Reduce* self, Pool& pool, const std::vector<nb::object>& sources,
              const std::vector<int64_t>& nodes_per_source, nb::object merges, nb::object bias,
              nb::object x, int64_t num_outputs) {
-            std::vector<PyObject*> pointers;
-            for (const nb::object& source : sources) pointers.push_back(source.ptr());
-            new (self) Reduce(pool, pointers, nodes_per_source, merges.ptr(), bias.ptr(), x.ptr(),
-                              num_outputs);
+            new (self) Reduce(pool, pointers_of(sources), nodes_per_source, merges.ptr(),
+                              bias.ptr(), x.ptr(), num_outputs);
           },
           "pool"_a, "sources"_a, "nodes_per_source"_a, "merges"_a, "bias"_a.none(), "x"_a,
           "num_outputs"_a, nb::keep_alive<1, 2>());
@@ -215,6 +252,7 @@ NB_MODULE(_native, m) {
   anyshard::bind_embed(m);
   anyshard::bind_qkv(m);
   anyshard::bind_attention(m);
+  anyshard::bind_states(m);
   anyshard::bind_row_linear(m);
   anyshard::bind_reduce(m);
   anyshard::bind_gate_up(m);

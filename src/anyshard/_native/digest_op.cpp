@@ -68,7 +68,8 @@ DigestKv::DigestKv(Pool& pool, const Arguments& a)
       first_head_(a.first_head),
       stop_head_(a.stop_head),
       first_(a.first),
-      column_(a.column) {
+      column_(a.column),
+      stripes_(checked_stripes(a.first_stripe, a.stop_stripe)) {
   require_alike(k_cache_, v_cache_);
   require(0 <= first_head_ && first_head_ <= stop_head_ && stop_head_ <= k_cache_.num_heads(),
           "the heads are not of this cache");
@@ -78,7 +79,7 @@ DigestKv::DigestKv(Pool& pool, const Arguments& a)
 
 void DigestKv::run(int rows) {
   check_rows(rows, static_cast<int>(out_.size(0)));
-  paged_.check(rows, false);
+  paged_.check(rows, false, stripes_);
   const auto work = [&](const Thread& thread, int, int start, int stop) {
     for (int row = start; row < stop; ++row) run_row(thread.kernels, row);
   };
@@ -89,6 +90,11 @@ void DigestKv::run(int rows) {
 void DigestKv::run_row(const Kernels& kernels, int row) const {
   const int64_t dim = k_cache_.head_dim();
   const int64_t position = paged_.position(row);
+  uint64_t* out = out_.writable_words() + row * out_.size(1) + column_;
+  if (!stripes_.holds(paged_.position(row) / kBlock)) {
+    out[0] = out[1] = 0;
+    return;
+  }
   const int64_t page = paged_.pages(row)[position / kBlock];
   const int64_t lane = position % kBlock;
   uint64_t k_sum = 0;
@@ -102,7 +108,6 @@ void DigestKv::run_row(const Kernels& kernels, int row) const {
     v_cache_.read_row(page, head, lane, stored);
     v_sum += kernels.digest(stored, static_cast<int>(dim), static_cast<uint32_t>(index), keys);
   }
-  uint64_t* out = out_.writable_words() + row * out_.size(1) + column_;
   out[0] = k_sum;
   out[1] = v_sum;
 }

@@ -43,13 +43,15 @@ class Digest : public Op {
 };
 
 // Keys and values that a step has stored: out[row][column] and [column + 1] = digests of the KV
-// heads [first_head, stop_head) of the cache, of which the first is at index `first`.
+// heads [first_head, stop_head) of the cache, of which the first is at index `first`; 0 of a row
+// whose block is of other stripes: another rank keeps it.
 class DigestKv : public Op {
  public:
   struct Arguments {
     PyObject *k_cache, *v_cache, *page_table, *row_slot, *positions;
     int64_t first_head, stop_head, first, column;
     PyObject *keys, *out;
+    int64_t first_stripe = 0, stop_stripe = kStripes;
   };
   DigestKv(Pool& pool, const Arguments& arguments);
   void run(int rows) override;
@@ -67,6 +69,7 @@ class DigestKv : public Op {
   int64_t stop_head_;
   int64_t first_;
   int64_t column_;
+  StripeSpan stripes_;
 };
 
 // out[n] = digest of output n's inputs, widened, from index 0 on.

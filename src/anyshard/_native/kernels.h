@@ -36,6 +36,27 @@ constexpr int kMaxNodes = 1024;   // nodes of one reduce, all ranks together
 // The stripe of a block, or of a stripe its first block: three bits back to front.
 inline int stripe_of(int block) { return ((block & 1) << 2) | (block & 2) | ((block >> 2) & 1); }
 
+// The stripes whose blocks a rank keeps.
+struct StripeSpan {
+  int first = 0;
+  int stop = kStripes;
+
+  int size() const { return stop - first; }
+  bool is_all() const { return size() == kStripes; }
+  bool holds(int block) const {
+    const int stripe = stripe_of(block);
+    return first <= stripe && stripe < stop;
+  }
+};
+
+// What an attention state begins with. The maximum of one that has seen no key:
+constexpr int32_t kEmptyMax = -(1 << 30);
+struct StateHeader {
+  int32_t high;
+  float total;
+  int32_t out_of_range;
+};
+
 // Post-order leaf program: after leaf i, merges[i] times top = second + top.
 struct LeafProgram {
   const int32_t* starts;  // k at which each leaf begins

@@ -98,49 +98,90 @@ Qkv::Qkv(Pool& pool, const Arguments& a)
       row_fault_(a.row_fault, "row_fault", Element::kInt, {q_out_.size(0)}, true),
       eps_(nearest_float(a.eps)),
       fault_code_(a.fault_code),
-      q_scale_(nearest_float(a.q_scale)) {
+      q_scale_(nearest_float(a.q_scale)),
+      stripes_(checked_stripes(a.first_stripe, a.stop_stripe)) {
   require_alike(k_cache_, v_cache_);
   require(q_out_.size(1) % head_dim_ == 0, "q_out is not a whole number of heads wide");
   require(q_out_.size(0) == norm_.num_rows(), "q_out and x have different numbers of rows");
   row_floats_ = form_.scratch_floats(q_out_.size(0));
   kv_floats_ = whole_lines(product(q_out_.size(0), k_.num_outputs()));
-  pool.reserve(row_floats_ + 2 * kv_floats_,
+  if (!stripes_.is_all()) {
+    kv_rows_.resize(static_cast<size_t>(q_out_.size(0)));
+    owned_.resize(static_cast<size_t>(q_out_.size(0)));
+  }
+  pool.reserve((stripes_.is_all() ? size_t{1} : size_t{2}) * row_floats_ + 2 * kv_floats_,
                prepared_.own_floats() + std::max({norm_.own_floats(form_), q_.scratch_floats(),
                                                   k_.scratch_floats(), v_.scratch_floats()}));
+}
+
+void Qkv::list_owned(int rows) {
+  const bool has_q = q_.num_outputs() > 0;
+  num_owned_ = num_prepared_ = rows;
+  copies_ = false;
+  if (stripes_.is_all()) return;
+  num_owned_ = 0;
+  for (int row = 0; row < rows; ++row) {
+    const bool is_owned = stripes_.holds(paged_.position(row) / kBlock);
+    kv_rows_[static_cast<size_t>(row)] = is_owned ? num_owned_ : -1;
+    if (is_owned) owned_[static_cast<size_t>(num_owned_++)] = row;
+  }
+  if (!has_q) num_prepared_ = num_owned_;
+  copies_ = num_owned_ > 0 && num_owned_ < num_prepared_;
 }
 
 void Qkv::run(int rows) {
   check_rows(rows, static_cast<int>(q_out_.size(0)));
   const bool has_kv = k_.num_outputs() > 0;
-  paged_.check(rows, has_kv);
-  const int num_panels = q_.num_panels() + k_.num_panels() + v_.num_panels();
+  paged_.check(rows, has_kv, stripes_);
+  list_owned(rows);
+  if (num_prepared_ == 0) return;
+  const int kv_panels = num_owned_ > 0 ? k_.num_panels() + v_.num_panels() : 0;
+  const int num_panels = q_.num_panels() + kv_panels;
   const int num_heads = (q_.num_outputs() + 2 * k_.num_outputs()) / head_dim_;
+  const int num_q = q_.num_outputs() / head_dim_;
   const int num_places = rows * num_heads;
   const auto work = [&](const Thread& thread, int phase, int start, int stop) {
-    if (phase == 0) norm_.run(prepared_.seen_by(thread, rows), form_, start, stop, nullptr);
+    if (phase == 0) prepare(thread, start, stop);
     if (phase == 1) project(thread, rows, start, stop);
     for (int i = start; phase == 2 && i < stop; ++i) {
-      place_head(thread, i / num_heads, i % num_heads);
+      const int row = i / num_heads;
+      const int head = i % num_heads;
+      if (head < num_q || kv_row(row) >= 0) place_head(thread, row, head);
     }
   };
-  pool_.run({norm_.phase(pool_, rows),
+  pool_.run({norm_.phase(pool_, num_prepared_),
              {num_panels, pool_.chunk(num_panels, panel_group(q_.linear().storage, rows))},
              {num_places, pool_.chunk(num_places, 1)}},
             work);
 }
 
+// Rows [start, stop) of those that are read: all, or without q only those owned.
+void Qkv::prepare(const Thread& thread, int start, int stop) const {
+  const Thread seen = prepared_.seen_by(thread, num_prepared_);
+  const bool gathers = !stripes_.is_all() && q_.num_outputs() == 0;
+  norm_.run(seen, form_, start, stop, gathers ? owned_.data() : nullptr);
+  for (int row = start; copies_ && row < stop; ++row) {
+    if (kv_row(row) < 0) continue;
+    std::copy_n(seen.common + static_cast<size_t>(row) * form_.stride(), form_.stride(),
+                owned_rows(thread) + static_cast<size_t>(kv_row(row)) * form_.stride());
+  }
+}
+
 // Panels [start, stop) of q, k and v one after the other.
 void Qkv::project(const Thread& thread, int rows, int start, int stop) const {
-  const Thread seen = prepared_.seen_by(thread, rows);
+  const Thread seen = prepared_.seen_by(thread, num_prepared_);
+  const float* owned = copies_ ? owned_rows(thread) : seen.common;
   const BoundLinear* linears[] = {&q_, &k_, &v_};
+  const float* inputs[] = {seen.common, owned, owned};
+  const int counts[] = {rows, num_owned_, num_owned_};
   float* outputs[] = {q_out_.writable_floats(), k_rows(thread), v_rows(thread)};
   for (int i = 0; i < 3; ++i) {
-    const int size = linears[i]->num_panels();
+    const int size = counts[i] > 0 ? linears[i]->num_panels() : 0;
     const int first = std::max(start, 0);
     const int last = std::min(stop, size);
     if (first < last) {
-      linears[i]->run(seen.kernels, first, last, seen.common, form_.stride(), rows, outputs[i], 0,
-                      static_cast<size_t>(linears[i]->num_outputs()), seen.own);
+      linears[i]->run(seen.kernels, first, last, inputs[i], form_.stride(), counts[i], outputs[i],
+                      0, static_cast<size_t>(linears[i]->num_outputs()), seen.own);
     }
     start -= size;
     stop -= size;
@@ -161,7 +202,7 @@ void Qkv::place_head(const Thread& thread, int row, int head) const {
     return;
   }
   const int kv_head = (head - num_q) % num_kv;
-  const size_t place = product(row, k_.num_outputs()) + product(kv_head, head_dim_);
+  const size_t place = product(kv_row(row), k_.num_outputs()) + product(kv_head, head_dim_);
   const int64_t page = paged_.pages(row)[position / kBlock];
   const int lane = static_cast<int>(position % kBlock);
   if (head < num_q + num_kv) {

@@ -28,7 +28,8 @@ class Embed : public Op {
   int64_t vocab_;
 };
 
-// Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages.
+// Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages; of a row whose block
+// is of other stripes only q, since another rank keeps it.
 class Qkv : public Op {
  public:
   struct Arguments {
@@ -41,18 +42,24 @@ class Qkv : public Op {
     PyObject *cosine, *sine, *positions, *q_out, *k_cache, *v_cache, *page_table, *row_slot;
     PyObject* row_fault;
     int fault_code;
+    int64_t first_stripe = 0, stop_stripe = kStripes;
   };
   Qkv(Pool& pool, const Arguments& arguments);
   void run(int rows) override;
 
  private:
+  void list_owned(int rows);
+  void prepare(const Thread& thread, int start, int stop) const;
   void project(const Thread& thread, int rows, int start, int stop) const;
   void place_head(const Thread& thread, int row, int head) const;
   void store_key(const Kernels& kernels, int64_t page, int head, int lane, const float* key) const;
   void store_value(const Kernels& kernels, int64_t page, int head, int lane,
                    const float* value) const;
+  // Where k and v of a row stand until they are placed; negative: nowhere.
+  int kv_row(int row) const { return stripes_.is_all() ? row : kv_rows_[static_cast<size_t>(row)]; }
   float* k_rows(const Thread& thread) const { return thread.common + row_floats_; }
   float* v_rows(const Thread& thread) const { return k_rows(thread) + kv_floats_; }
+  float* owned_rows(const Thread& thread) const { return v_rows(thread) + kv_floats_; }
   void norm_head(const Kernels& kernels, const Array& weight, int row, float* head) const;
 
   Pool& pool_;
@@ -78,10 +85,66 @@ class Qkv : public Op {
   float q_scale_;
   size_t row_floats_;  // of all rows that q, k and v read
   size_t kv_floats_;   // of all rows' k, before their heads are placed
+  StripeSpan stripes_;
+  std::vector<int32_t> kv_rows_;  // of each row of the step its number among those owned, or -1
+  std::vector<int32_t> owned_;    // rows of the step that are owned
+  int num_owned_ = 0;
+  int num_prepared_ = 0;  // rows that are normed
+  bool copies_ = false;   // whether k and v read copies of those owned, which lie together
+};
+
+// What attention to keys 0..position of each row's slot is made of: which rows and heads go
+// together, and the states of stripes. Queries lie in one array, or in one for each TP rank.
+class AttentionUnits : public Op {
+ protected:
+  struct Inputs {
+    PyObject *k_cache, *v_cache, *page_table, *row_slot, *positions;
+    int head_dim;
+    PyObject* kv_head_of;
+  };
+  AttentionUnits(Pool& pool, const std::vector<PyObject*>& queries, const Inputs& inputs);
+
+  // Rows of one slot and last block, times query heads of one KV head.
+  struct Unit {
+    int row_start, row_stop, head_start, head_stop;
+    int num_heads() const { return head_stop - head_start; }
+    int num_pairs() const { return (row_stop - row_start) * num_heads(); }
+  };
+  void list_units(int rows);
+  int num_pairs() const;  // of all units
+  bool splits_stripes() const;
+  AttentionUnit describe(const Unit& unit) const;
+  void run_stripe(const Thread& thread, size_t first, size_t step, int stripe, int place,
+                  int num_places) const;
+  // Whether every row is a unit by itself, in each group of heads.
+  bool are_alone(int rows) const;
+  // The unit that has that pair, of those of all units counted through; then its number there.
+  size_t unit_of(int* pair) const;
+  int rows_max() const { return static_cast<int>(queries_.front().size(0)); }
+  int64_t num_heads() const { return kv_head_of_.size(0); }
+
+  Pool& pool_;
+  int head_dim_;
+  std::deque<Array> queries_;
+  KvPages k_cache_;
+  KvPages v_cache_;
+  PagedRows paged_;
+  Array kv_head_of_;
+  size_t state_floats_;
+  // Of a head: row r's query is at `row_0` + r * stride.
+  struct HeadQueries {
+    const float* row_0;
+    size_t stride;
+  };
+  std::vector<HeadQueries> heads_;
+  std::vector<Unit> head_groups_;  // rows unset
+  std::vector<Unit> units_;
+  size_t num_units_ = 0;
+  size_t stripe_units_ = 0;
 };
 
 // Each row attends to keys 0..position of its slot.
-class Attention : public Op {
+class Attention : public AttentionUnits {
  public:
   struct Arguments {
     PyObject *q, *k_cache, *v_cache, *page_table, *row_slot, *positions;
@@ -93,38 +156,14 @@ class Attention : public Op {
   void run(int rows) override;
 
  private:
-  // Rows of one slot and last block, times query heads of one KV head.
-  struct Unit {
-    int row_start, row_stop, head_start, head_stop;
-    int num_heads() const { return head_stop - head_start; }
-    int num_pairs() const { return (row_stop - row_start) * num_heads(); }
-  };
-  void list_units(int rows);
-  bool splits_stripes() const;
-  AttentionUnit describe(const Unit& unit) const;
   void run_unit(const Thread& thread, const Unit& unit) const;
   void run_sweep(const Thread& thread, size_t first, size_t step, size_t count) const;
-  void run_stripe(const Thread& thread, int item, int step) const;
-  // Whether every row is a unit by itself, in each group of heads.
-  bool are_alone(int rows) const;
   void finish_pair(const Thread& thread, int item) const;
   void finish(const Unit& unit, int pair, const float* state) const;
 
-  Pool& pool_;
-  int head_dim_;
-  Array q_;
-  KvPages k_cache_;
-  KvPages v_cache_;
-  PagedRows paged_;
-  Array kv_head_of_;
   Array out_;
   Array row_fault_;
   int32_t fault_code_;
-  size_t state_floats_;
-  std::vector<Unit> head_groups_;  // rows unset
-  std::vector<Unit> units_;
-  size_t num_units_ = 0;
-  size_t stripe_units_ = 0;
 };
 
 // This rank's nodes of a row-parallel linear: out = [nodes][rows][N], packed.

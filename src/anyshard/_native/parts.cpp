@@ -187,7 +187,7 @@ const int32_t* PagedRows::pages(int row) const {
   return page_table_.ints() + static_cast<int64_t>(slot(row)) * page_table_.size(1);
 }
 
-void PagedRows::check(int num_rows, bool history) const {
+void PagedRows::check(int num_rows, bool history, StripeSpan stripes) const {
   int checked_slot = -1;
   int checked_blocks = 0;
   for (int row = 0; row < num_rows; ++row) {
@@ -201,12 +201,20 @@ void PagedRows::check(int num_rows, bool history) const {
     if (slot(row) != checked_slot) checked_blocks = 0;
     const int first = history ? checked_blocks : num_blocks - 1;
     for (int block = first; block < num_blocks; ++block) {
+      if (!stripes.holds(block)) continue;
       const int page = pages(row)[block];
       if (page < 0 || page >= num_pages_) refuse(row, "page", page, num_pages_);
     }
     checked_slot = slot(row);
     checked_blocks = std::max(checked_blocks, num_blocks);
   }
+}
+
+StripeSpan checked_stripes(int64_t first, int64_t stop) {
+  require(0 <= first && first < stop && stop <= kStripes,
+          "stripes " + std::to_string(first) + " to " + std::to_string(stop) + "; 0 to " +
+              std::to_string(kStripes) + " is possible, and at least one");
+  return {static_cast<int>(first), static_cast<int>(stop)};
 }
 
 void check_rows(int rows, int rows_max) {

@@ -143,8 +143,8 @@ class PagedRows {
   // Pages of a row's sequence, by block.
   const int32_t* pages(int row) const;
   // Throws std::invalid_argument if a row's slot, position or page is out of range; `history`:
-  // also the pages of all earlier blocks.
-  void check(int num_rows, bool history) const;
+  // also the pages of all earlier blocks. Only pages of blocks of these stripes are looked at.
+  void check(int num_rows, bool history, StripeSpan stripes = {}) const;
 
  private:
   Array page_table_;
@@ -153,6 +153,9 @@ class PagedRows {
   int64_t num_pages_;
   int64_t num_positions_;
 };
+
+// Throws std::invalid_argument unless there are stripes first to stop, at least one.
+StripeSpan checked_stripes(int64_t first, int64_t stop);
 
 // Throws std::invalid_argument unless 0 <= rows <= rows_max.
 void check_rows(int rows, int rows_max);

@@ -197,7 +197,9 @@ class _Bench:
                 here.admit(limit)
             except LayoutError as error:
                 raise LayoutError(f"layout {cell.split}: {error}") from None
-            found += [_Cell(cell.split, here, threads) for threads in self.threads]
+            taken = here.for_tokens(limit)
+            name = replace(cell, kv_shard=taken.layout.kv_shard).split
+            found += [_Cell(name, taken, threads) for threads in self.threads]
         return found
 
     def _rows(
@@ -273,17 +275,16 @@ class _Bench:
 
 def _splits(flags: BenchFlags) -> tuple[Split, ...]:
     """Those of --layouts, or the one of -tp and its like. Raises: OptionError."""
-    from anyshard.verify.grid import Split, parse_layouts
+    from anyshard.verify.grid import Split, by_sequence, parse_layouts
 
-    if flags.layouts is not None:
-        return parse_layouts(flags.layouts)
     one = Split(
         tp=flags.tensor_parallel_size or 1,
         pp=flags.pipeline_parallel_size or 1,
         heads=flags.head_counts,
         layers=flags.layer_counts,
     )
-    return (one,)
+    splits = (one,) if flags.layouts is None else parse_layouts(flags.layouts)
+    return by_sequence(splits) if flags.kv_shard == "sequence" else splits
 
 
 class Printer:

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
 from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need
-from anyshard.cli.running import context_limit, image_cache, layout_of, within_kv_memory
+from anyshard.cli.running import Opened, context_limit, image_cache, layout_of, within_kv_memory
 from anyshard.cli.screen import tell
 from anyshard.errors import CheckpointError
 from anyshard.host import size_text
@@ -200,6 +200,18 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
     profile = profile_of(checkpoint.arithmetic(split.quantization), split.kv)
     layout = layout_of(config, profile, split)
     limit = context_limit(config, split, default=DEFAULT_LIMIT)
+    opened = Opened(
+        flags=split,
+        checkpoint=checkpoint,
+        profile=profile,
+        layout=layout,
+        programs=tuple(program(config, profile, layout, rank) for rank in range(layout.world)),
+        num_seqs=split.max_num_seqs or 1,
+        limit=limit,
+        is_final=True,
+        free=machine.memory_free,
+    )
+    layout = opened.for_tokens(limit).layout
     directory, _ = image_directory(config, checkpoint.sources, profile.arithmetic)
     storage = {name: place.storage for name, place in directory.items()}
     programs = [
@@ -228,6 +240,7 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
         "split": {
             "tp": layout.tp,
             "pp": layout.pp,
+            "kv_shard": layout.kv_shard,
             "ranks": [_rank(each, limit) for each in programs],
         },
         "profile": {"name": profile.name, "sha256": profile.sha256()},
@@ -283,6 +296,7 @@ def _rank(part: Program, limit: int) -> Facts:
         "stage": part.stage,
         "heads": part.heads,
         "kv_heads": part.kv_heads,
+        "stripes": part.stripes,
         "ffn": part.ffn,
         "vocab": part.vocab,
         "layers": part.layers,
@@ -297,7 +311,7 @@ def _rank(part: Program, limit: int) -> Facts:
 def _lines(facts: Facts) -> list[str]:
     lines = [*_machine_lines(facts)]
     if "model" in facts:
-        lines += [*_model_lines(facts), "", *_table(facts["split"]["ranks"]), ""]
+        lines += [*_model_lines(facts), "", *_table(facts["split"]), ""]
         lines += _memory_lines(facts)
     if facts["missing"]:
         lines += ["", "what is missing, and what to type:"]
@@ -369,7 +383,11 @@ def _model_lines(facts: Facts) -> list[str]:
         ),
         *_cache_lines(facts["cache"]),
         _row("profile", f"{facts['profile']['name']} {facts['profile']['sha256'][:12]}"),
-        _row("split", f"tp {facts['split']['tp']} pp {facts['split']['pp']}"),
+        _row(
+            "split",
+            f"tp {facts['split']['tp']} pp {facts['split']['pp']}",
+            f"keys and values by {facts['split']['kv_shard']}",
+        ),
     ]
 
 
@@ -404,14 +422,16 @@ def _memory_lines(facts: Facts) -> list[str]:
     ]
 
 
-def _table(ranks: list[Facts]) -> list[str]:
+def _table(split: Facts) -> list[str]:
     """One line a rank, columns aligned."""
-    spans = ("heads", "kv_heads", "ffn", "vocab", "layers")
+    by_sequence = split["kv_shard"] == "sequence"
+    of_keys = ("kv_heads", "stripes") if by_sequence else ("kv_heads",)
+    spans = ("heads", *of_keys, "ffn", "vocab", "layers")
     rows = [
-        ["rank", "stage", "heads", "KV heads", "ffn", "vocab", "layers", "o+down nodes",
-         "weights", "KV of 1k tokens"]
+        ["rank", "stage", "heads", "KV heads", *(["stripes"] if by_sequence else []), "ffn",
+         "vocab", "layers", "o+down nodes", "weights", "KV of 1k tokens"]
     ]  # fmt: skip
-    for rank in ranks:
+    for rank in split["ranks"]:
         cuts = [f"{rank[name][0]}-{rank[name][1]}" for name in spans]
         nodes = f"{rank['o_nodes']}+{rank['down_nodes']}"
         sizes = [size_text(rank["weight_bytes"]), size_text(rank["kv_bytes_per_1k_tokens"])]

@@ -60,6 +60,8 @@ class SplitFlags:
     "Query heads of each rank, such as 5,4; implies -tp."
     layers: str | None = None
     "Layers of each stage, such as 22,8; implies -pp."
+    kv_shard: Literal["auto", "heads", "sequence"] = "auto"
+    "Keys and values of each rank: of its heads, or of its blocks of the sequence (less memory)."
     threads: int | None = None
     "Threads per rank; by default cores divided by ranks, at least 1."
     chunk: int = 256

@@ -349,7 +349,7 @@ def _layout_json(engine: Engine) -> dict[str, Any]:
         "ffn": sizes(layout.ffn),
         "vocab": sizes(layout.vocab),
         "layers": sizes(layout.layers),
-        "kv_shard": "heads",
+        "kv_shard": layout.kv_shard,
         "comm": "solo" if layout.world == 1 else engine.comm,
         "kernels": engine.body,
         "threads": engine.threads,

@@ -114,7 +114,7 @@ def memory_need(
     _, weights = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
     return MemoryNeed(
         weights=weights,
-        kv=sum(page_bytes(each) for each in programs) * plan.ranks.num_pages,
+        kv=sum(_kept_bytes(each, plan.ranks.num_pages, tokens=tokens) for each in programs),
         buffers=RegionLayout.of(plan.sizes).total_bytes
         + sum(buffer_bytes(each, plan.ranks) for each in programs)
         + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0)
@@ -127,13 +127,30 @@ def memory_need(
 
 
 def page_bytes(part: Program) -> int:
-    """Bytes of one rank for a page, over its layers and KV heads."""
-    return sum(op.kv_bytes_per_key for op in part.ops) * part.profile.kv_block
+    """Bytes of one rank for a page that it keeps, over its layers and KV heads."""
+    from anyshard.ops.kv_pages import page_bytes as of_head
+
+    num_layers, num_heads = (stop - start for start, stop in (part.layers, part.kv_heads))
+    return 2 * num_layers * num_heads * of_head(part.profile.kv, part.config.head_dim)
+
+
+def _kept_bytes(part: Program, num_pages: int, *, tokens: int) -> int:
+    """Bytes of one rank for its part of so many pages, of sequences of `tokens` tokens."""
+    from anyshard.kv import num_local_pages
+    from anyshard.pages import pages_for
+
+    blocks = pages_for(tokens, block=part.profile.kv_block)
+    kept = num_local_pages(part.stripes, num_pages=num_pages, sequence_blocks=blocks)
+    return page_bytes(part) * kept
 
 
 def kv_bytes(part: Program, *, tokens: int) -> int:
-    """Bytes of one rank for one sequence, in whole pages."""
-    return page_bytes(part) * -(-tokens // part.profile.kv_block)
+    """Bytes of one rank for one sequence, in whole pages: those of its stripes."""
+    from anyshard.pages import pages_for
+    from anyshard.stripes import blocks_of
+
+    num_pages = blocks_of(part.stripes, pages_for(tokens, block=part.profile.kv_block))
+    return page_bytes(part) * num_pages
 
 
 def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
@@ -141,7 +158,10 @@ def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
 
     Raises: LayoutError with both numbers if not one.
     """
-    of_all = sum(page_bytes(each) for each in programs)
+    layout = programs[0].layout
+    of_all = sum(  # of ranks that split the sequence, one of a stage keeps it
+        page_bytes(each) for each in programs if not layout.splits_sequence or each.tp_index == 0
+    )
     if kv_memory < of_all:
         raise LayoutError(
             f"--kv-memory {size_text(kv_memory)} holds no page: {programs[0].profile.kv_block} "

@@ -11,15 +11,21 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyshard.cli.flags import SplitFlags
-from anyshard.cli.memory import DEFAULT_SEQUENCES, MemoryNeed, memory_need, pages_in
+from anyshard.cli.memory import (
+    DEFAULT_SEQUENCES,
+    MemoryNeed,
+    kv_bytes,
+    memory_need,
+    pages_in,
+)
 from anyshard.cli.screen import Bar
 from anyshard.errors import AnyshardError, OptionError
-from anyshard.host import read_memory
+from anyshard.host import read_memory, size_text
 
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
@@ -73,12 +79,38 @@ class Opened:
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens have room."""
-        return self.free is None or self._need(tokens).total <= self.free
+        return self._has_room(tokens) or self.for_tokens(tokens)._has_room(tokens)
 
     def admit(self, tokens: int) -> None:
         """Refuse sequences of so many tokens if they have no room. Raises: LayoutError."""
         if self.free is not None:
-            self._need(tokens).refuse_over(self.free)
+            self.for_tokens(tokens)._need(tokens).refuse_over(self.free)
+
+    def for_tokens(self, tokens: int) -> Opened:
+        """With keys and values split by the sequence, where --kv-shard is auto and sequences of so
+        many tokens have room only then. Held by: test_kv_shard.py."""
+        from anyshard.model import program
+        from anyshard.stripes import STRIPES
+
+        layout = self.layout
+        is_open = self.flags.kv_shard == "auto" and 1 < layout.tp <= STRIPES
+        if not is_open or layout.splits_sequence or self._has_room(tokens):
+            return self
+        by_sequence = replace(layout, kv_shard="sequence")
+        programs = tuple(
+            program(self.config, self.profile, by_sequence, rank) for rank in range(layout.world)
+        )
+        memory = self.flags.kv_memory_bytes
+        other = replace(
+            self,
+            layout=by_sequence,
+            programs=programs,
+            kv_pages=None if memory is None else pages_in(programs, memory),
+        )
+        return other if other._has_room(tokens) else self
+
+    def _has_room(self, tokens: int) -> bool:
+        return self.free is None or self._need(tokens).total <= self.free
 
     def _need(self, tokens: int) -> MemoryNeed:
         return memory_need(
@@ -295,6 +327,7 @@ def layout_of(config: ModelConfig, profile: Profile, split: SplitFlags) -> Layou
         pp=split.pipeline_parallel_size or 1,
         heads=split.head_counts,
         layers=split.layer_counts,
+        kv_shard="sequence" if split.kv_shard == "sequence" else "heads",
         leaf=profile.leaf,
     )
 
@@ -331,8 +364,10 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
     """Start ranks for sequences of `limit` tokens, once the weights are loaded."""
     from anyshard.engine import Engine, EngineOptions
 
-    opened = loading.opened
+    opened = loading.opened.for_tokens(limit)
     flags, layout = opened.flags, opened.layout
+    if layout != loading.opened.layout:
+        print(f"note: {_why_sequence(loading.opened, opened, limit)}", file=sys.stderr)
     engine = Engine(
         loading.group,
         opened.config,
@@ -358,3 +393,22 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
             file=sys.stderr,
         )
     return engine
+
+
+def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:
+    """What --kv-shard auto took, and what either way takes."""
+    from anyshard.ledger import StepShape, wire_cost
+
+    def of(opened: Opened) -> str:
+        fullest = max(kv_bytes(each, tokens=tokens) for each in opened.programs)
+        step = StepShape(rows=1, sampled=1, gather_logits=False)
+        costs = [wire_cost(each, [step]) for each in opened.programs]
+        messages, sent = sum(cost.messages for cost in costs), sum(cost.bytes for cost in costs)
+        return (
+            f"{size_text(fullest * opened.num_seqs)} of KV on the fullest rank, {messages} "
+            f"messages and {size_text(sent)} a token"
+        )
+
+    return (
+        f"KV is split by the sequence ({of(sequence)}), since by heads ({of(heads)}) it has no room"
+    )

@@ -78,13 +78,15 @@ class GridFlags:
     "Threads per rank, such as 1,2."
     kernels: List = None
     "Kernel bodies, such as auto,scalar."
+    kv_shard: Annotated[Literal["heads", "sequence"] | None, Parameter(show_env_var=False)] = None
+    "sequence: ranks of every layout split keys and values by it, as those named tp2seq do."
 
     def lists(self) -> Lists | None:
         """The lists, or None for a named grid. Raises: OptionError naming the flag."""
-        from anyshard.verify.grid import Lists, Split, parse_layouts
+        from anyshard.verify.grid import Lists, Split, by_sequence, parse_layouts
 
         texts = {name: text for name, text in asdict(self).items() if name != "grid"}
-        given = [f"--{name}" for name, text in texts.items() if text is not None]
+        given = [f"--{name.replace('_', '-')}" for name, text in texts.items() if text is not None]
         if self.grid is not None and given:
             raise OptionError(
                 f"--grid {self.grid} is a fixed set of cells and {given[0]} makes another; "
@@ -96,8 +98,9 @@ class GridFlags:
         splits = () if self.layouts is None else parse_layouts(self.layouts)
         if self.heads is not None or self.layers is not None:
             splits += (Split(heads=own.head_counts, layers=own.layer_counts),)
+        splits = splits or (Split(),)
         return Lists(
-            splits=splits or (Split(),),
+            splits=by_sequence(splits) if self.kv_shard == "sequence" else splits,
             batches=whole_numbers("batch", "1" if self.batch is None else self.batch, 1, 1024),
             chunks=tuple(
                 None

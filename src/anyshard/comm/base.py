@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 FloatArray = NDArray[np.float32]
-WireKind = Literal["reduce", "hop", "logits", "pairs"]
+WireKind = Literal["reduce", "hop", "logits", "pairs", "queries", "states"]
 CommKind = Literal["solo", "threads", "shm", "torch"]
 WIRE_KINDS: tuple[WireKind, ...] = get_args(WireKind)
 
@@ -50,13 +50,22 @@ class EpochAborted(AnyshardError):
 class ExchangeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One named exchange of a group: every rank owns a float32 buffer of `capacity_floats`.
 
-    `root_only` exchanges are read by tp rank 0 alone (logits, value-and-id pairs).
+    `root_only` exchanges are read by tp rank 0 alone (logits, value-and-id pairs). Of `all_to_all`
+    ones the buffer holds a part for each tp rank, one after the other, and each reads its own.
+    `is_fenced`: before a rank writes its buffer again, all have read it, which another exchange
+    in between makes sure of; so the buffers of both parities are the same.
     """
 
     name: str
     kind: WireKind
     capacity_floats: int
     root_only: bool = False
+    all_to_all: bool = False
+    is_fenced: bool = False
+
+    def largest_wire(self, tp: int) -> int:
+        """The most `wire_floats` of a run."""
+        return self.capacity_floats // (tp if self.all_to_all else 1)
 
 
 class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +152,8 @@ class Exchange(Protocol):
     def sources(self, parity: int) -> list[FloatArray]:
         """One f32[capacity_floats] per tp rank, in rank order; bind ops to them at set-up.
 
-        Of a `root_only` exchange they hold data on tp rank 0 alone.
+        Of a `root_only` exchange they hold data on tp rank 0 alone; of an `all_to_all` one, of
+        each the part for this rank, from tp_rank * wire_floats on, besides all of this rank's own.
         """
         ...
 
@@ -152,7 +162,9 @@ class Exchange(Protocol):
 
         `wire_floats` is the padded size, equal on all ranks, num_floats <= wire_floats <=
         capacity. Counted per rank: wire_floats * 4 * (tp - 1) bytes in tp - 1 messages; of a
-        `root_only` exchange num_floats * 4 in one message on every rank but the root.
+        `root_only` exchange num_floats * 4 in one message on every rank but the root. Of an
+        `all_to_all` one wire_floats is the size of each part, tp * wire_floats <= capacity, and
+        num_floats of the longest without its padding.
 
         Raises: PeerLost if a peer is lost (comm/liveness.py), EpochAborted; AnyshardError
         naming both sizes if a peer's `wire_floats` differs, where the wire can tell.

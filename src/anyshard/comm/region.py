@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.comm.base import HOP_DEPTH, FloatArray, WireSizes
+from anyshard.comm.base import HOP_DEPTH, WIRE_KINDS, ExchangeSpec, FloatArray, WireSizes
 from anyshard.comm.signals import (
     LINE_BYTES,
     WRAP,
@@ -88,8 +88,8 @@ STATUS = np.dtype(
             "<u8",
             "<u8",
             "<u8",
-            ("<u8", 4),
-            ("<u8", 4),
+            ("<u8", len(WIRE_KINDS)),
+            ("<u8", len(WIRE_KINDS)),
             "<u8",
             "<i4",
             "<i4",
@@ -153,6 +153,11 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _num_buffers(spec: ExchangeSpec) -> int:
+    """Of each rank."""
+    return 1 if spec.is_fenced else 2
+
+
 def _buffer_bytes(num_floats: int) -> int:
     return _up((_HEADER_FLOATS + num_floats) * 4, LINE_BYTES)
 
@@ -208,7 +213,7 @@ class RegionLayout:
         exchange_offsets = []
         for spec in wires.exchanges:
             exchange_offsets.append(offset)
-            offset += 2 * wires.tp * _buffer_bytes(spec.capacity_floats)
+            offset += _num_buffers(spec) * wires.tp * _buffer_bytes(spec.capacity_floats)
         stage_bytes = _up(offset, _PAGE_BYTES)
         hop_offset = stage_offset + wires.pp * stage_bytes
         hop_bytes = _buffer_bytes(wires.hop_floats)
@@ -344,13 +349,10 @@ class EpochRegion:
     def exchange_buffers(self, stage: int, index: int) -> list[list[Buffer]]:
         """buffers[parity][tp_rank], with f32[capacity], of exchange `index` in `stage`."""
         capacity, tp = self.sizes.wires.exchanges[index].capacity_floats, self.sizes.wires.tp
-        base, stride = self._exchange_place(stage, index)
+        stride = self._exchange_place(stage, index)[1]
         return [
-            [
-                self._buffer(base + (parity * tp + tp_rank) * stride, capacity)
-                for tp_rank in range(tp)
-            ]
-            for parity in range(2)
+            [self._buffer(base + tp_rank * stride, capacity) for tp_rank in range(tp)]
+            for base in self._parity_places(stage, index)
         ]
 
     def _exchange_place(self, stage: int, index: int) -> tuple[int, int]:
@@ -362,13 +364,16 @@ class EpochRegion:
     def exchange_sizes(self, stage: int, index: int) -> tuple[list[NDArray[np.uint32]], list[int]]:
         """Words of exchange `index` in `stage`, of either parity, and where in them each tp rank
         has the size of its buffer."""
-        tp = self.sizes.wires.tp
-        base, stride = self._exchange_place(stage, index)
-        words = stride // 4
-        sizes = [
-            self.array(np.uint32, tp * words, base + parity * tp * stride) for parity in range(2)
-        ]
+        tp, words = self.sizes.wires.tp, self._exchange_place(stage, index)[1] // 4
+        places = self._parity_places(stage, index)
+        sizes = [self.array(np.uint32, tp * words, base) for base in places]
         return sizes, [tp_rank * words for tp_rank in range(tp)]
+
+    def _parity_places(self, stage: int, index: int) -> list[int]:
+        """Where the buffers of either parity begin."""
+        base, stride = self._exchange_place(stage, index)
+        is_fenced = self.sizes.wires.exchanges[index].is_fenced
+        return [base, base if is_fenced else base + self.sizes.wires.tp * stride]
 
     def _buffer(self, offset: int, capacity: int) -> Buffer:
         size = memoryview(self.memory)[offset : offset + 4].cast("I")

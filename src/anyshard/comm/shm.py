@@ -85,7 +85,7 @@ class _ShmExchange:
 
     def run(self, num_floats: int, wire_floats: int) -> None:
         """Publish mine and wait for the peers; see comm.base.Exchange.run."""
-        check_floats(num_floats, wire_floats, self.capacity_floats)
+        check_floats(num_floats, wire_floats, self._spec.largest_wire(self._comm.tp))
         self._step[0] = step = (self._step[0] + 1) % WRAP
         if not self._peers:
             return
@@ -109,7 +109,7 @@ class _ShmExchange:
             sent=comm.counters.of(self._spec.kind),
             row_floats=row_floats,
             row_wire=row_wire,
-            capacity_floats=self.capacity_floats,
+            capacity_floats=self._spec.largest_wire(comm.tp),
             messages=self._sends,
             tp_rank=comm.tp_rank,
             slice_us=comm.slice_us,

@@ -56,7 +56,8 @@ class _TorchExchange:
             np.zeros(spec.capacity_floats, np.float32) for _ in range(comm.tp)
         ]
         self._tensors = [torch.from_numpy(copy) for copy in self._copies]
-        self._own_copy = torch.zeros(spec.capacity_floats)  # all-gather insists on returning mine
+        self._own_copy = torch.zeros(spec.capacity_floats)  # all-gather insists on returning mine,
+        # and all-to-all on bringing what others sent in one piece
 
     def send_buffer(self, parity: int) -> FloatArray:
         """This rank's buffer."""
@@ -68,12 +69,14 @@ class _TorchExchange:
 
     def run(self, num_floats: int, wire_floats: int) -> None:
         """See comm.base.Exchange.run."""
-        check_floats(num_floats, wire_floats, self.capacity_floats)
-        self.parity ^= 1
         comm = self._comm
+        check_floats(num_floats, wire_floats, self._spec.largest_wire(comm.tp))
+        self.parity ^= 1
         if comm.tp == 1:
             return
-        if not self._spec.root_only:
+        if self._spec.all_to_all:
+            self._run_all_to_all(wire_floats)
+        elif not self._spec.root_only:
             mine = comm.tp_rank
             outputs = [
                 (self._own_copy if peer == mine else self._tensors[peer])[:wire_floats]
@@ -108,6 +111,20 @@ class _TorchExchange:
         for peer, work in enumerate(works, 1):
             with comm.waiting(comm.first_in_group + peer, self._what):
                 work.wait(_GLOO_TIMEOUT)
+
+    def _run_all_to_all(self, wire_floats: int) -> None:
+        """Parts of equal size; each peer's is put where it lies in the peer's own buffer."""
+        comm, size = self._comm, wire_floats * self._comm.tp
+        received = self._own_copy[:size]
+        sent = self._tensors[comm.tp_rank][:size]
+        with comm.waiting(comm.next_in_group, self._what):
+            comm.group.alltoall_base(received, sent, [], []).wait(_GLOO_TIMEOUT)
+        part = slice(comm.tp_rank * wire_floats, (comm.tp_rank + 1) * wire_floats)
+        for peer in range(comm.tp):
+            if peer != comm.tp_rank:
+                start = peer * wire_floats
+                self._tensors[peer][part] = received[start : start + wire_floats]
+        comm.counters.add(self._spec.kind, num_floats=wire_floats, num_messages=comm.tp - 1)
 
     @property
     def _what(self) -> str:

@@ -23,6 +23,7 @@ from anyshard.ops.coefficients import KV_BLOCK
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.kv_pages import Pages, widened_row
 from anyshard.ops.storage import Panels, unpack
+from anyshard.stripes import STRIPES, stripe_of
 
 __all__ = ["KEY_PADDING", "U64", "Digest", "DigestKv", "digest_keys", "digest_of", "digest_panels"]
 
@@ -86,7 +87,8 @@ class Digest:
 class DigestKv:
     """Digests of the stored k and v of heads first_head:stop_head, into column and column + 1.
 
-    first: absolute index of the first of these heads' first dim.
+    first: absolute index of the first of these heads' first dim. A row whose block is not of
+    stripes first_stripe:stop_stripe is another rank's: 0.
     """
 
     def __init__(
@@ -103,7 +105,10 @@ class DigestKv:
         column: int,
         keys: I32,
         out: U64,
+        first_stripe: int = 0,
+        stop_stripe: int = STRIPES,
     ) -> None:
+        self.stripes = range(first_stripe, stop_stripe)
         self.k_cache, self.v_cache = k_cache, v_cache
         self.page_table, self.row_slot, self.positions = page_table, row_slot, positions
         self.heads, self.first = slice(first_head, stop_head), first
@@ -113,6 +118,9 @@ class DigestKv:
         """Fill both columns of out[:rows]."""
         for row in range(rows):
             block, lane = divmod(int(self.positions[row]), KV_BLOCK)
+            if stripe_of(block) not in self.stripes:
+                self.out[row, self.column : self.column + 2] = 0
+                continue
             page = self.page_table[self.row_slot[row], block]
             k_Gd = widened_row(self.k_cache, page, lane, keys=True)[self.heads]
             v_Gd = widened_row(self.v_cache, page, lane, keys=False)[self.heads]

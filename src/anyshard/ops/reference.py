@@ -15,18 +15,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from anyshard.ops.coefficients import KV_BLOCK, NORM_LANES, SCORE_LIMIT, STRIPES
+from anyshard.layout import STRIPE_TREE
+from anyshard.ops.coefficients import KV_BLOCK, NORM_LANES, SCORE_LIMIT
 from anyshard.ops.digest import Digest, DigestKv, digest_panels
+from anyshard.ops.draw import argmax, exp_into, gumbel_argmax, philox_words
 from anyshard.ops.exact import (
     EMPTY_MAX,
     F32,
     I32,
-    exp,
     exp2,
     fma32,
     halving_tree,
     linear_nodes,
-    log,
     merge_nodes,
     pow2,
     silu,
@@ -34,14 +34,17 @@ from anyshard.ops.exact import (
 from anyshard.ops.kv_pages import KV_GROUP, Pages, split_page, store_row
 from anyshard.ops.quant import int8_nodes
 from anyshard.ops.storage import Panels, unpack, unpack_blocks
+from anyshard.stripes import STRIPES, stripe_of
 
 __all__ = [
     "Attention",
+    "AttentionStates",
     "Digest",
     "DigestKv",
     "Embed",
     "GateUp",
     "Head",
+    "MergeStates",
     "Pool",
     "Qkv",
     "Reduce",
@@ -50,6 +53,7 @@ __all__ = [
     "digest_panels",
     "exp_into",
     "gumbel_argmax",
+    "philox_words",
     "rms_norm",
 ]
 
@@ -144,7 +148,9 @@ class Embed:
 class Qkv:
     """Norm, q/k/v projections with bias, RoPE, q scaled once, k and v written to their pages.
 
-    With `q_norm` and `k_norm` [d] each head of q and k passes an RMSNorm before RoPE.
+    With `q_norm` and `k_norm` [d] each head of q and k passes an RMSNorm before RoPE. Of a row
+    whose block is not of stripes first_stripe:stop_stripe only q is computed; another rank has the
+    rest.
     """
 
     def __init__(
@@ -175,7 +181,10 @@ class Qkv:
         row_slot: I32,
         row_fault: I32,
         fault_code: int,
+        first_stripe: int = 0,
+        stop_stripe: int = STRIPES,
     ) -> None:
+        self.stripes = range(first_stripe, stop_stripe)
         width = 0 if q_panels is None else q_out.shape[1]
         kv_width = k_cache.shape[1] * head_dim
         self.x, self.norm_weight, self.eps = x, norm_weight, eps
@@ -191,38 +200,49 @@ class Qkv:
 
     def run(self, rows: int) -> None:
         """Rows of this step; their k and v are in the cache when it returns."""
-        h_MD = rms_norm(
-            self.x[:rows], self.norm_weight, self.eps, self.row_fault[:rows], self.fault_code
-        )
-        self.q_out[:rows] = self._rotated(self.q(h_MD), self.q_norm, rows) * self.q_scale
-        if self.k_cache.shape[1] == 0:
+        has_q, whole = self.q_out.shape[1] > 0, np.arange(rows)
+        blocks = self.positions[:rows] // KV_BLOCK
+        owned = np.flatnonzero([stripe_of(int(block)) in self.stripes for block in blocks])
+        h_MD = self._normed(whole if has_q else owned)
+        if has_q:
+            self.q_out[:rows] = self._rotated(self.q(h_MD), self.q_norm, whole) * self.q_scale
+            h_MD = h_MD[owned]
+        if self.k_cache.shape[1] == 0 or len(owned) == 0:
             return
-        k_MN = self._rotated(self.k(h_MD), self.k_norm, rows)
-        k_MGd = k_MN.reshape(rows, -1, self.head_dim)
-        self.store(k_MGd, self.v(h_MD).reshape(rows, -1, self.head_dim))
+        k_MN = self._rotated(self.k(h_MD), self.k_norm, owned)
+        k_MGd = k_MN.reshape(len(owned), -1, self.head_dim)
+        self.store(owned, k_MGd, self.v(h_MD).reshape(len(owned), -1, self.head_dim))
 
-    def store(self, k_MGd: F32, v_MGd: F32) -> None:
-        """Put the rows of a step into their pages."""
-        for row in range(len(k_MGd)):
+    def store(self, rows: npt.NDArray[np.intp], k_MGd: F32, v_MGd: F32) -> None:
+        """Put these rows of a step into their pages."""
+        for index, row in enumerate(rows):
             block, lane = divmod(int(self.positions[row]), KV_BLOCK)
             page = int(self.page_table[self.row_slot[row], block])
-            store_row(self.k_cache, page, lane, k_MGd[row], keys=True)
-            store_row(self.v_cache, page, lane, v_MGd[row], keys=False)
+            store_row(self.k_cache, page, lane, k_MGd[index], keys=True)
+            store_row(self.v_cache, page, lane, v_MGd[index], keys=False)
 
-    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: int) -> F32:
-        half = self.head_dim // 2
+    def _normed(self, rows: npt.NDArray[np.intp]) -> F32:
+        faults = self.row_fault[rows]
+        h_MD = rms_norm(self.x[rows], self.norm_weight, self.eps, faults, self.fault_code)
+        self.row_fault[rows] = faults
+        return h_MD
+
+    def _rotated(self, y_MN: F32, norm_d: F32 | None, rows: npt.NDArray[np.intp]) -> F32:
+        half, count = self.head_dim // 2, len(rows)
         if norm_d is not None:
             heads = y_MN.reshape(-1, self.head_dim)
             faults = np.zeros(len(heads), np.int32)
             y_MN = rms_norm(heads, norm_d, self.eps, faults, self.fault_code)
-            bad_M = np.asarray(faults.reshape(rows, -1).any(axis=1))
-            mark(self.row_fault[:rows], bad_M, self.fault_code)
-        y_MHd = y_MN.reshape(rows, -1, self.head_dim)
+            bad_M = np.asarray(faults.reshape(count, -1).any(axis=1))
+            marked = self.row_fault[rows]
+            mark(marked, bad_M, self.fault_code)
+            self.row_fault[rows] = marked
+        y_MHd = y_MN.reshape(count, -1, self.head_dim)
         x0, x1 = y_MHd[..., :half], y_MHd[..., half:]
-        c = self.cos[self.positions[:rows], None, :]
-        s = self.sin[self.positions[:rows], None, :]
+        c = self.cos[self.positions[rows], None, :]
+        s = self.sin[self.positions[rows], None, :]
         rotated = np.concatenate([fma32(x0, c, -(x1 * s)), fma32(x1, c, x0 * s)], axis=-1)
-        return rotated.reshape(rows, -1)
+        return rotated.reshape(count, -1)
 
 
 class Attention:
@@ -261,27 +281,30 @@ class Attention:
                 mark(self.row_fault[row : row + 1], np.array([True]), self.fault_code)
 
     def _attend(self, q_Hd: F32, row: int) -> tuple[F32, npt.NDArray[np.bool_]]:
-        last = int(self.positions[row])
-        table = self.page_table[self.row_slot[row]]
         bad_H = np.zeros(len(q_Hd), np.bool_)
-        states = []
-        for stripe in range(STRIPES):
-            state = (
-                np.full(len(q_Hd), EMPTY_MAX, np.int32),
-                np.zeros(len(q_Hd), np.float32),
-                np.zeros(q_Hd.shape, np.float32),
-            )
-            # the stripe of a block is its index mod 8 with the three bits reversed
-            first = int(f"{stripe:03b}"[::-1], 2)
-            for block in range(first, last // KV_BLOCK + 1, STRIPES):
-                visible = min(KV_BLOCK, last + 1 - block * KV_BLOCK)
-                state = self._visit(q_Hd, int(table[block]), visible, state, bad_H)
-            states.append(state)
+        states = [self.stripe_state(q_Hd, row, stripe, bad_H) for stripe in range(STRIPES)]
         while len(states) > 1:
             states = [_merge(a, b) for a, b in zip(states[::2], states[1::2], strict=True)]
         _, total_H, out_Hd = states[0]
         with np.errstate(invalid="ignore"):
             return np.asarray(out_Hd / total_H[:, None]), bad_H
+
+    def stripe_state(
+        self, q_Hd: F32, row: int, stripe: int, bad_H: npt.NDArray[np.bool_]
+    ) -> tuple[I32, F32, F32]:
+        """(M [H], l [H], o [H, d]) of the blocks of one stripe; marks heads out of range."""
+        last = int(self.positions[row])
+        table = self.page_table[self.row_slot[row]]
+        state = (
+            np.full(len(q_Hd), EMPTY_MAX, np.int32),
+            np.zeros(len(q_Hd), np.float32),
+            np.zeros(q_Hd.shape, np.float32),
+        )
+        # bits back to front and again: the first block of a stripe is as the stripe of that block
+        for block in range(stripe_of(stripe), last // KV_BLOCK + 1, STRIPES):
+            visible = min(KV_BLOCK, last + 1 - block * KV_BLOCK)
+            state = self._visit(q_Hd, int(table[block]), visible, state, bad_H)
+        return state
 
     def _visit(
         self,
@@ -332,6 +355,135 @@ def _merge(a: tuple[I32, F32, F32], b: tuple[I32, F32, F32]) -> tuple[I32, F32, 
     high = np.maximum(a[0], b[0])
     fa, fb = pow2(a[0] - high), pow2(b[0] - high)
     return high, (a[1] * fa) + (b[1] * fb), (a[2] * fa[:, None]) + (b[2] * fb[:, None])
+
+
+class AttentionStates:
+    """What the blocks of stripes first_stripe:stop_stripe give each row, of the heads of all ranks.
+
+    The states of the nodes that cover these stripes go to the rank that has the head: in `out`,
+    for each rank, [rows][its heads][nodes][d + 2] of (M as int bits, l, o), part_floats a row with
+    the padding. l is NaN where a score was out of range. Of an empty state (M is -2^30) o is not
+    set.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        queries: Sequence[F32],
+        k_cache: Pages,
+        v_cache: Pages,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        head_dim: int,
+        kv_head_of: I32,
+        first_stripe: int,
+        stop_stripe: int,
+        part_floats: int,
+        out: F32,
+    ) -> None:
+        self.queries, self.part_floats, self.out = list(queries), part_floats, out
+        self.stripes, self.head_dim = range(first_stripe, stop_stripe), head_dim
+        self.merges = STRIPE_TREE.merges((first_stripe, stop_stripe))
+        nothing, faults = np.zeros((len(positions), 0), np.float32), np.zeros(0, np.int32)
+        self.attention = Attention(
+            pool,
+            nothing,
+            k_cache,
+            v_cache,
+            page_table,
+            row_slot,
+            positions,
+            head_dim,
+            kv_head_of,
+            nothing,
+            faults,
+            0,
+        )
+
+    def run(self, rows: int) -> None:
+        """Fill the parts of `out` for so many rows."""
+        for row in range(rows):
+            q_Hd = np.concatenate([q[row] for q in self.queries]).reshape(-1, self.head_dim)
+            states = []
+            for stripe, merges in zip(self.stripes, self.merges, strict=True):
+                bad_H = np.zeros(len(q_Hd), np.bool_)
+                high, total, o_Hd = self.attention.stripe_state(q_Hd, row, stripe, bad_H)
+                total[bad_H] = np.nan
+                states.append((high, total, o_Hd))
+                for _ in range(merges):
+                    states[-2:] = [_merge(*states[-2:])]
+            self._write(rows, row, states)
+
+    def _write(self, rows: int, row: int, states: Sequence[tuple[I32, F32, F32]]) -> None:
+        size, head = self.head_dim + 2, 0
+        for rank, q in enumerate(self.queries):
+            count = q.shape[1] // self.head_dim
+            floats = count * len(states) * size
+            start = rank * rows * self.part_floats + row * floats
+            part = self.out[start : start + floats].reshape(count, len(states), size)
+            for node, (high, total, o_Hd) in enumerate(states):
+                mine = slice(head, head + count)
+                part[:, node, 0] = high[mine].view(np.float32)
+                part[:, node, 1] = total[mine]
+                part[:, node, 2:] = o_Hd[mine]
+            head += count
+
+
+class MergeStates:
+    """out = the merge of what all ranks' blocks have given the heads of rank `mine`, o / l.
+
+    sources: as `AttentionStates` writes them, one a rank; merges: over the nodes of all of them.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[F32],
+        nodes_per_source: Sequence[int],
+        merges: I32,
+        mine: int,
+        part_floats: int,
+        head_dim: int,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        self.sources, self.nodes_per_source = list(sources), list(nodes_per_source)
+        self.merges, self.mine, self.part_floats = [int(n) for n in merges], mine, part_floats
+        self.head_dim, self.out = head_dim, out
+        self.row_fault, self.fault_code = row_fault, fault_code
+
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]; a row whose scores left +-2^20 gets NaN and a fault."""
+        size, count = self.head_dim + 2, self.out.shape[1] // self.head_dim
+        start = self.mine * rows * self.part_floats
+        nodes = []
+        for source, number in zip(self.sources, self.nodes_per_source, strict=True):
+            floats = rows * count * number * size
+            part = source[start : start + floats].reshape(rows * count, number, size)
+            nodes += [_received(part[:, node]) for node in range(number)]
+        stack: list[tuple[I32, F32, F32]] = []
+        bad = np.zeros(rows * count, np.bool_)
+        for (high, total, o_Nd), merges in zip(nodes, self.merges, strict=True):
+            bad |= np.isnan(total)
+            stack.append((high, total, o_Nd))
+            for _ in range(merges):
+                stack[-2:] = [_merge(*stack[-2:])]
+        ((_, total, o_Nd),) = stack
+        with np.errstate(invalid="ignore"):
+            out = np.asarray(o_Nd / total[:, None])
+        out[bad] = np.nan
+        self.out[:rows] = out.reshape(rows, -1)
+        bad_M = np.asarray(bad.reshape(rows, -1).any(axis=1))
+        mark(self.row_fault[:rows], bad_M, self.fault_code)
+
+
+def _received(part_N: F32) -> tuple[I32, F32, F32]:
+    """A state of every (row, head), as it travelled; o of an empty one is +0, whatever it holds."""
+    high = np.ascontiguousarray(part_N[:, 0]).view(np.int32)
+    o_Nd = np.where((high == EMPTY_MAX)[:, None], np.float32(0), part_N[:, 2:])
+    return high, part_N[:, 1].copy(), o_Nd
 
 
 class RowLinear:
@@ -450,66 +602,3 @@ class Head:
         h_MD = rms_norm(self.x[rows], self.norm_weight, self.eps, faults, self.fault_code)
         self.row_fault[rows] = faults
         self.out[:num_sampled] = self.linear(h_MD)
-
-
-def argmax(logits_V: F32) -> tuple[int, float]:
-    """(id, value) of the largest logit, the lowest id on ties; id -1 if it is not finite."""
-    best = int(np.argmax(logits_V))  # NumPy returns a NaN's place if there is one
-    value = float(logits_V[best])
-    return (best if np.isfinite(value) else -1), value
-
-
-def exp_into(x: F32, out: F32) -> None:
-    """out = e^x for x <= 0, element by element; out may be x."""
-    out[:] = exp(x)
-
-
-def gumbel_argmax(
-    logits_V: F32,
-    temperature: float,
-    key: int,
-    position: int,
-    choice: int,
-    stream: int,
-    mask: npt.NDArray[np.uint8] | None,
-) -> int:
-    """argmax over allowed ids of logit + T * G, with G keyed by (seed, position, id).
-
-    Source: docs/numerics.md, Sampling; Salmon et al., Parallel random numbers, 2011 (Philox).
-    """
-    words = philox_words(len(logits_V), key, position, choice, stream)
-    u = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-    gumbel = -log(-log(u))
-    score = logits_V + np.float32(temperature) * gumbel
-    if mask is not None:
-        score = np.where(mask != 0, score, np.float32(-np.inf))
-    return int(np.argmax(score))
-
-
-def philox_words(
-    count: int, key: int, position: int, choice: int, stream: int
-) -> npt.NDArray[np.uint32]:
-    """The random word of each id 0..count-1: word id & 3 of counter (.., id >> 2, .., ..)."""
-    groups = np.arange(-(-count // 4), dtype=np.uint64)
-    counter = [np.full_like(groups, word) for word in (position, 0, choice, stream)]
-    counter[1] = groups
-    return _philox(counter, key).reshape(-1)[:count]
-
-
-def _philox(counter: Sequence[npt.NDArray[np.uint64]], key: int) -> npt.NDArray[np.uint32]:
-    """Philox4x32-10 of four counter words: [n, 4]."""
-    low32 = np.uint64(0xFFFFFFFF)
-    x0, x1, x2, x3 = counter
-    key0, key1 = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
-    for _ in range(10):
-        product0 = x0 * np.uint64(0xD2511F53)
-        product1 = x2 * np.uint64(0xCD9E8D57)
-        x0, x1, x2, x3 = (
-            (product1 >> np.uint64(32)) ^ x1 ^ np.uint64(key0),
-            product1 & low32,
-            (product0 >> np.uint64(32)) ^ x3 ^ np.uint64(key1),
-            product0 & low32,
-        )
-        key0 = (key0 + 0x9E3779B9) & 0xFFFFFFFF
-        key1 = (key1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([x0, x1, x2, x3], axis=1).astype(np.uint32)

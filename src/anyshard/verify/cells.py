@@ -25,7 +25,7 @@ from anyshard.comm.control import StatusView
 from anyshard.config import ModelConfig, Profile
 from anyshard.engine import Engine, EngineOptions, Event
 from anyshard.launcher import RankGroup
-from anyshard.layout import Layout, plan
+from anyshard.layout import KvShard, Layout, plan
 from anyshard.ledger import StepShape, WireCost, wire_cost
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
@@ -94,6 +94,7 @@ class Cell:
     pp: int = 1
     heads: tuple[int, ...] | None = None
     layers: tuple[int, ...] | None = None
+    kv_shard: KvShard = "heads"
     chunk: int = WHOLE
     threads: int = 1
     batch: int = 1
@@ -133,7 +134,8 @@ class Cell:
 
     @property
     def split(self) -> str:
-        """Only how the model is cut: tp3pp2, heads7+2, layers22+8, tp1 for not at all."""
+        """Only how the model is cut: tp3pp2, heads7+2, layers22+8, tp1 for not at all; tp3pp2seq
+        where ranks split the sequence."""
         if self.heads is not None:
             wide = f"heads{'+'.join(map(str, self.heads))}"
         else:
@@ -142,7 +144,7 @@ class Cell:
             deep = f"layers{'+'.join(map(str, self.layers))}"
         else:
             deep = f"pp{self.pp}" if self.pp > 1 else ""
-        return wide + deep or "tp1"
+        return (wide + deep or "tp1") + ("seq" if self.kv_shard == "sequence" else "")
 
     def layout(self, model: Model) -> Layout:
         """The cut that it asks for."""
@@ -152,6 +154,7 @@ class Cell:
             pp=self.pp,
             heads=self.heads,
             layers=self.layers,
+            kv_shard=self.kv_shard,
             leaf=model.profile.leaf,
         )
 
@@ -429,6 +432,7 @@ def forced_logits(
         pp=cell.pp,
         heads=cell.heads,
         layers=cell.layers,
+        kv_shard=cell.kv_shard,
         kernels=cell.kernels,
         threads=cell.threads,
         rows_max=max(len(prompt), *(len(other) for other in others), cell.batch),

@@ -110,7 +110,7 @@ def witness_cells(cell: Cell) -> dict[Axis, Cell]:
     """
     parts: dict[Axis, Cell] = {}
     if cell.tp > 1 or cell.heads is not None:
-        parts["tp"] = Cell(axis="tp", tp=cell.tp, heads=cell.heads)
+        parts["tp"] = Cell(axis="tp", tp=cell.tp, heads=cell.heads, kv_shard=cell.kv_shard)
     if cell.pp > 1 or cell.layers is not None:
         parts["pp"] = Cell(axis="pp", pp=cell.pp, layers=cell.layers)
     if cell.chunk < cell.prompt_tokens:

@@ -36,7 +36,7 @@ from anyshard.launcher import (
     ThreadGroup,
     fork_launcher,
 )
-from anyshard.layout import Layout, plan
+from anyshard.layout import KvShard, Layout, plan
 from anyshard.model import program
 from anyshard.ops import KernelChoice
 from anyshard.pages import pages_for
@@ -119,9 +119,10 @@ class Driver:
     """One epoch of one layout; a context manager.
 
     rows_max: most rows of a frame. Slot s holds consecutive pages from s * blocks on, until a step
-    says otherwise. poison: the KV cache starts as NaN. ranks: "threads" of this process, or
-    "forked" processes as in production; rank_body: what they run, for naive orders and planted
-    faults. capture: what they copy (`capture.py`).
+    says otherwise; where ranks split the sequence, with pages of the same stripes (`pages.py`).
+    poison: the KV cache starts as NaN. ranks: "threads" of this process, or "forked" processes as
+    in production; rank_body: what they run, for naive orders and planted faults. capture: what they
+    copy (`capture.py`).
 
     With `group` the epoch runs in a rank group that is loaded already, as its epoch number `epoch`,
     and leaves it open; `model` then need not hold the weights, and `ranks` and `rank_body` are the
@@ -139,6 +140,7 @@ class Driver:
         pp: int = 1,
         heads: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
+        kv_shard: KvShard = "heads",
         kernels: KernelChoice = "auto",
         threads: int = 1,
         rows_max: int = 64,
@@ -170,6 +172,7 @@ class Driver:
             pp=pp,
             heads=heads,
             layers=layers,
+            kv_shard=kv_shard,
             leaf=model.profile.leaf,
         )
         rank_plan = OrderedPlan(
@@ -178,6 +181,7 @@ class Driver:
             ffn=self.layout.ffn,
             vocab=self.layout.vocab,
             layers=self.layout.layers,
+            kv_shard=self.layout.kv_shard,
             kernels=kernels,
             comm=comm,
             threads=threads,
@@ -210,9 +214,8 @@ class Driver:
         programs = [
             program(model.config, model.profile, layout, rank) for rank in range(layout.world)
         ]
-        nodes_max = max(program_.exchange_nodes for program_ in programs)
         return EpochSizes(
-            wires=wire_sizes(model.config, rank_plan, nodes_max),
+            wires=wire_sizes(programs, rank_plan),
             control=ControlSizes(
                 rows_max=self.rows_max,
                 pages_max=max(rank_plan.num_pages, len(self._unsent)) + self.rows_max,

@@ -16,14 +16,17 @@ from typing import Literal
 
 from anyshard.config import ModelConfig
 from anyshard.errors import LayoutError, OptionError
+from anyshard.layout import KvShard
 from anyshard.ops import KernelChoice, available_bodies
 from anyshard.request import Sampling
+from anyshard.stripes import STRIPES
 from anyshard.verify.cells import BATCH, WHOLE, Axis, Cell, Model
 
 __all__ = [
     "GridName",
     "Lists",
     "Split",
+    "by_sequence",
     "cells_of",
     "check_layouts",
     "full",
@@ -40,6 +43,7 @@ SLOW_BODY_TOKENS = (6, 2)  # prompt and tokens of a reference body
 SPLIT = re.compile(
     r"(?=.)(?:tp(?P<tp>[0-9]{1,5})|heads(?P<heads>[0-9]{1,5}(?:\+[0-9]{1,5})*))?"
     r"(?:pp(?P<pp>[0-9]{1,5})|layers(?P<layers>[0-9]{1,5}(?:\+[0-9]{1,5})*))?"
+    r"(?P<seq>(?<=[0-9])seq)?"
 )
 SWAPPED = re.compile(r"((?:pp|layers)[0-9+]+)((?:tp|heads)[0-9+]+)")
 
@@ -52,10 +56,12 @@ class Split:
     pp: int = 1
     heads: tuple[int, ...] | None = None
     layers: tuple[int, ...] | None = None
+    kv_shard: KvShard = "heads"
 
 
 def parse_layouts(text: str) -> tuple[Split, ...]:
-    """`tp2,pp3,tp3pp2,heads7+2,layers22+8` as splits; `tp1` is the unsplit model again.
+    """`tp2,pp3,tp3pp2,heads7+2,layers22+8` as splits; `tp1` is the unsplit model again, and of
+    `tp3pp2seq` the ranks of a stage split the sequence.
 
     Raises: OptionError naming the part that is none.
     """
@@ -70,12 +76,24 @@ def _parse_split(text: str) -> Split:
             raise OptionError(f"--layouts has {text[:40]!r}; tp or heads come first: {turned[:40]}")
         raise OptionError(
             f"--layouts has {text[:40]!r}; a layout is tp2, pp3, tp3pp2, or a cut of your own as "
-            "heads7+2, layers22+8, heads7+2pp3; commas stand between layouts"
+            "heads7+2, layers22+8, heads7+2pp3; seq at its end splits keys by the sequence; commas "
+            "stand between layouts"
         )
     tp, pp = int(found["tp"] or 1), int(found["pp"] or 1)
     if not (tp and pp):
         raise OptionError(f"--layouts has {text[:40]!r}; counts begin at 1")
-    return Split(tp=tp, pp=pp, heads=_counts(found["heads"]), layers=_counts(found["layers"]))
+    return Split(
+        tp=tp,
+        pp=pp,
+        heads=_counts(found["heads"]),
+        layers=_counts(found["layers"]),
+        kv_shard="sequence" if found["seq"] else "heads",
+    )
+
+
+def by_sequence(splits: Iterable[Split]) -> tuple[Split, ...]:
+    """The same with ranks that split the sequence; where there is one rank, nothing is split."""
+    return tuple(replace(split, kv_shard="sequence") for split in splits)
 
 
 def _counts(text: str | None) -> tuple[int, ...] | None:
@@ -116,6 +134,7 @@ def _cell(split: Split, **rest: object) -> Cell:
         pp=split.pp,
         heads=split.heads,
         layers=split.layers,
+        kv_shard=split.kv_shard,
         **rest,  # type: ignore[arg-type]
     )
     return replace(cell, axis=_main_axis(cell))
@@ -145,6 +164,7 @@ def quick(config: ModelConfig) -> list[Cell]:
     splits += [Split(heads=(heads - 2, 2))] if heads > 4 else []
     splits += [Split(pp=pp) for pp in (2, 3) if pp <= deep]
     splits += [Split(tp=2, pp=2)] if heads > 1 and deep > 1 else []
+    splits += [Split(tp=tp, kv_shard="sequence") for tp in (2, 3) if tp <= heads]
     return [
         *(_cell(split) for split in splits),
         *(_cell(Split(), chunk=chunk) for chunk in (7, 32)),
@@ -170,6 +190,10 @@ def full(config: ModelConfig) -> list[Cell]:
     splits += [Split(pp=pp) for pp in depths]
     splits += [Split(layers=cut) for cut in ((deep - 1, 1), (1, deep - 1)) if deep > 2]
     splits += [Split(tp=tp, pp=pp) for tp, pp in mixed]
+    sequence = [
+        Split(tp=tp, pp=pp, kv_shard="sequence")
+        for tp, pp in (*((tp, 1) for tp in widths if tp <= STRIPES), *mixed)
+    ]
     crossed = [split for split in splits if split in (Split(tp=2), Split(tp=3), Split(pp=2))]
     crossed += [Split(tp=2, pp=2)] if (2, 2) in mixed else []
     slow_prompt, slow_tokens = SLOW_BODY_TOKENS
@@ -177,7 +201,8 @@ def full(config: ModelConfig) -> list[Cell]:
     pairs = (single, Split(tp=2)) if heads > 1 else (single,)
     seeded = [*crossed, *(Split(tp=tp) for tp in widths[-1:] if Split(tp=tp) not in crossed)]
     return [
-        *(_cell(split) for split in splits),
+        *(_cell(split) for split in (*splits, *sequence)),
+        *(_cell(split, chunk=32, batch=BATCH) for split in sequence[:2]),
         *(_cell(single, chunk=chunk) for chunk in (1, 7, 32, 100, 256)),
         *(_cell(single, threads=threads) for threads in (2, 3)),
         _cell(single, batch=2),

@@ -99,7 +99,10 @@ def _naive_op(op: Op, parts: int, arithmetic: Arithmetic) -> Op:
     if op.kind in SUMS:
         shares = parts if op.kind in ROW_PARALLEL else 1
         return replace(op, sum=naive_sum(op.sum.leaf_lengths, shares, arithmetic))
-    if not op.sum.nodes_per_rank:
+    if op.kind == "merge_states":  # in rank order
+        straight = (0,) + (1,) * (len(op.sum.merges) - 1)
+        return replace(op, sum=replace(op.sum, merges=straight))
+    if not op.sum.nodes_per_rank or op.kind == "gather_states":
         return op
     nodes = tuple(min(1, count) for count in op.sum.nodes_per_rank)
     total = sum(nodes)

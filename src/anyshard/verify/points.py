@@ -15,12 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from anyshard.capture import Arrays
-from anyshard.layout import Layout, Span, Tree
-from anyshard.model import Program, program
+from anyshard.layout import STRIPE_TREE, Layout, Span, Tree
+from anyshard.model import STATE_HEADER, Program, program
 from anyshard.ops.exact import F32
 from anyshard.ops.kv_pages import Pages
 from anyshard.ops.storage import unpack
-from anyshard.verify.replay import LayerReplay, RowSum, explain_attention, replay_layer
+from anyshard.stripes import stripe_of
+from anyshard.verify.replay import (
+    LayerReplay,
+    RowSum,
+    explain_attention,
+    replay_layer,
+    replay_states,
+)
 from anyshard.worker import Served
 
 __all__ = ["Point", "Target", "points", "same_bits"]
@@ -88,6 +95,15 @@ def _at_kv_head(text: str, first: int, head_dim: int, index: tuple[int, ...]) ->
         scale, byte = divmod(index[-1] - head_dim, 2)
         place = f"{'high' if byte else 'low'} byte of scale {scale}"
     return f"{text}{position}, KV head {first + index[-2]}, {place}"
+
+
+def _at_state(stripes: Span, first_head: int, index: tuple[int, ...]) -> str:
+    """`o of head 3 over stripes [4,8), dim 7`."""
+    head, node, place = index
+    low, high = STRIPE_TREE.cover(stripes)[node]
+    what = ("M", "l")[place] if place < STATE_HEADER else "o"
+    dim = f", dim {place - STATE_HEADER}" if place >= STATE_HEADER else ""
+    return f"{what} of head {first_head + head} over stripes [{low},{high}){dim}"
 
 
 def _at_node(tree: Tree, span: Span, text: str, index: tuple[int, ...]) -> str:
@@ -247,7 +263,10 @@ class _Walk:
         for rank, (low, high), (first, last) in self._owners():
             note = self._table(rank)
             q, at = self.replay.q[low * d : high * d], partial(_at_head, "q", low, d)
-            yield self._point(op, rank, "q", "q", q, at, note=note)
+            if high > low:
+                yield self._point(op, rank, "q", "q", q, at, note=note)
+            if not self._keeps(rank, p):
+                continue
             for what, name, right in rows:
                 at = partial(_at_kv_head, what, first, d)
                 expected = right[first:last]
@@ -255,19 +274,78 @@ class _Walk:
 
     def _attention(self) -> Iterator[Point]:
         op, d, p = f"layers.{self.target.layer}.attention", self._head_dim, self.target.position
+        if self.layout.splits_sequence:
+            yield from self._gathered_q()
         for rank, _, kv in self._owners():
+            kept = np.array([self._keeps(rank, position) for position in range(p)], np.bool_)
             for what, name in (("key", "keys"), ("value", "values")):
                 at, rows = partial(_at_kv_head, f"stored {what}", kv[0], d), slice(0, p)
-                right = self.truth[name][:p, slice(*kv)]
+                stored = self.truth[name][:p, slice(*kv)]
+                right = np.where(kept[:, None, None], stored, np.zeros((), stored.dtype))
                 explain = partial(self._explain_history, rank, name, kv)
                 yield self._point(
                     op, rank, what, name, right, at, rows=rows, explain=explain, kv=True
                 )
+        if self.layout.splits_sequence:
+            yield from self._states()
+            op = f"layers.{self.target.layer}.merge_states"
         for rank, (low, high), _ in self._owners():
+            if high == low:
+                continue
             right = self.replay.attention[low * d : high * d]
             at = partial(_at_head, "output", low, d)
             explain = partial(self._explain_attention, rank, low)
             yield self._point(op, rank, "attention", "attention", right, at, explain=explain)
+
+    def _gathered_q(self) -> Iterator[Point]:
+        """The sender's own first: where its buffer has changed, it is at fault."""
+        op, d = f"layers.{self.target.layer}.gather_q", self._head_dim
+        for sender, (low, high), _ in self._owners():
+            right, at = self.replay.q[low * d : high * d], partial(_at_head, "q", low, d)
+            index = self.layout.coordinates(sender)[1]
+            for rank in (sender, *(each for each in self.programs if each != sender)):
+                note = f"rank {sender} sent the right q"
+                if rank == sender:
+                    note = "its buffer was changed before every rank had read it"
+                for moment in ("received", "read") if high > low else ():
+                    held = f"{moment}_q_{index}"
+                    yield self._point(op, rank, "q", held, right, at, note=note)
+
+    def _states(self) -> Iterator[Point]:
+        """What every rank's stripes give all heads, and what of it the rank of a head receives."""
+        layer, tp = self.target.layer, self.layout.tp
+        rights = {
+            rank: replay_states(
+                self.served,
+                self.replay.q,
+                self.truth["keys"][: self.target.position + 1],
+                self.truth["values"][: self.target.position + 1],
+                here.stripes,
+            )
+            for rank, here in self.programs.items()
+        }
+        for rank, right in rights.items():
+            at = partial(_at_state, self.layout.stripes(rank % tp), 0)
+            op = f"layers.{layer}.attention"
+            yield self._point(op, rank, "state", "states", right, at)
+        op = f"layers.{layer}.gather_states"
+        for rank, right in rights.items():
+            at = partial(_at_state, self.layout.stripes(rank % tp), 0)
+            note = "the buffer was changed before it was sent"
+            yield self._point(op, rank, "state", "published_states", right, at, note=note)
+        for rank, here in self.programs.items():
+            low, high = here.heads
+            for sender, right in rights.items() if high > low else ():
+                at = partial(_at_state, self.layout.stripes(sender % tp), low)
+                note = f"rank {sender} sent the right state"
+                for moment in ("received", "read"):
+                    held = f"{moment}_states_{sender % tp}"
+                    yield self._point(op, rank, "state", held, right[low:high], at, note=note)
+
+    def _keeps(self, rank: int, position: int) -> bool:
+        """Whether a rank keeps the key and value of that position."""
+        first, stop = self.programs[rank].stripes
+        return first <= stripe_of(position // self.served.profile.kv_block) < stop
 
     def _explain_history(self, rank: int, name: str, kv: Span) -> str:
         """Whether the first wrong row is another position's."""
@@ -298,9 +376,9 @@ class _Walk:
         return self.served.config.head_dim
 
     def _owners(self) -> list[tuple[int, Span, Span]]:
-        """(rank, query heads, KV heads) of the ranks that have any."""
+        """(rank, query heads, KV heads) of the ranks that have any KV head."""
         every = [(rank, here.heads, here.kv_heads) for rank, here in self.programs.items()]
-        return [(rank, heads, kv) for rank, heads, kv in every if heads[1] > heads[0]]
+        return [(rank, heads, kv) for rank, heads, kv in every if kv[1] > kv[0]]
 
     def _row_parallel(self, name: Literal["o", "down"], total: RowSum, x: F32) -> Iterator[Point]:
         d, layout, tree = self._head_dim, self.layout, total.tree

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from anyshard.binder import Binder
+from anyshard.capture import legible_states
 from anyshard.comm.base import Comm, ExchangeSpec, WireSizes
 from anyshard.comm.solo import Solo
 from anyshard.kv import KvCache
-from anyshard.layout import Layout, Span, Tree, ffn_tree, head_tree, plan
-from anyshard.model import Op, Sum, program
+from anyshard.layout import STRIPE_TREE, Layout, Span, Tree, ffn_tree, head_tree, plan
+from anyshard.model import STATE_HEADER, Op, Sum, program
 from anyshard.ops import Kernels, reference
 from anyshard.ops.exact import F32, merge_nodes
 from anyshard.ops.kv_pages import Pages, packed_row, unpack_row
@@ -34,6 +35,7 @@ __all__ = [
     "explain_attention",
     "replay_head",
     "replay_layer",
+    "replay_states",
     "unsplit_layout",
 ]
 
@@ -176,6 +178,10 @@ class _Bench:
         self.digests, self.digest_keys = np.zeros((1, 0), np.uint64), np.zeros(0, np.int32)
         self.page_table = np.arange(blocks, dtype=np.int32).reshape(1, -1)
 
+    def query_sources(self) -> list[F32]:
+        """See Workspace; one rank has all heads."""
+        return [self.q_RN]
+
     def run(self, op: Op) -> None:
         """One op, bound and called for the row."""
         Binder(self).bind(op)(1)
@@ -268,6 +274,31 @@ def explain_attention(
         if out[0].tobytes() == found_d.tobytes():
             return f"equal to its output over {text}"
     return ""
+
+
+def replay_states(served: Served, q_N: F32, keys_JGd: F32, values_JGd: F32, stripes: Span) -> F32:
+    """[H, nodes, d + 2]: the softmax states that the blocks of a span of stripes give a row, as
+    `legible_states` makes them. keys and values: with the row's own."""
+    position, config = len(keys_JGd) - 1, served.config
+    bench = _Bench(served, layer=0, position=position)
+    bench.store(0, keys_JGd, values_JGd)
+    num_nodes, size = len(STRIPE_TREE.cover(stripes)), config.head_dim + STATE_HEADER
+    states = np.zeros((config.num_heads, num_nodes, size), np.float32)
+    reference.AttentionStates(
+        reference.Pool(),
+        [q_N.reshape(1, -1)],
+        bench.kv.keys(0),
+        bench.kv.values(0),
+        bench.page_table,
+        bench.row_slot,
+        bench.positions,
+        config.head_dim,
+        np.arange(config.num_heads, dtype=np.int32) // config.q_per_kv,
+        *stripes,
+        states.size,
+        states.reshape(-1),
+    ).run(1)
+    return legible_states(states)
 
 
 def replay_head(served: Served, x_D: F32, rows: Span) -> F32:

@@ -1,0 +1,482 @@
+"""Native ops of ranks that split the sequence: the bits of the reference, and of one rank's ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from native_cases import (
+    BODIES,
+    F32,
+    I32,
+    differing,
+    floats,
+    ints,
+    leaves,
+    native,
+    needs_native,
+    pool,
+)
+from test_int8 import blocks
+from test_native_ops import OUTPUTS, qkv, run
+
+from anyshard.layout import STRIPE_TREE, Span, even_spans
+from anyshard.ops import reference
+from anyshard.ops.digest import digest_keys
+from anyshard.ops.exact import EMPTY_MAX
+from anyshard.stripes import STRIPES, stripe_of
+
+pytestmark = needs_native
+
+POSITIONS = (0, 1, 31, 32, 33, 63, 64, 127, 128, 255, 256, 257, 600)
+NUM_BLOCKS = 20
+CODE = 9
+
+
+@dataclass
+class Case:
+    """One cache, rows that look into it, and ranks with so many query heads each."""
+
+    head_dim: int
+    kv_head_of: I32
+    heads_per_rank: tuple[int, ...]
+    positions: I32
+    row_slot: I32
+    num_slots: int = 2
+    q: F32 = field(init=False)
+    k_cache: F32 = field(init=False)
+    v_cache: F32 = field(init=False)
+    page_table: I32 = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(5)
+        pages, kv_heads = self.num_slots * NUM_BLOCKS, int(self.kv_head_of.max()) + 1
+        assert sum(self.heads_per_rank) == len(self.kv_head_of)
+        self.q = floats(rng, len(self.positions), len(self.kv_head_of) * self.head_dim)
+        self.q *= np.float32(2 / self.head_dim**0.5)
+        self.k_cache = floats(rng, pages, kv_heads, self.head_dim, 32)
+        self.v_cache = floats(rng, pages, kv_heads, 32, self.head_dim)
+        order = rng.permutation(pages)
+        self.page_table = order.astype(np.int32).reshape(self.num_slots, NUM_BLOCKS)
+
+    @property
+    def heads(self) -> list[Span]:
+        return list(pairwise([0, *accumulate(self.heads_per_rank)]))
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(even_spans(STRIPES, len(self.heads_per_rank)))
+
+    @property
+    def nodes(self) -> list[int]:
+        return [len(STRIPE_TREE.cover(span)) for span in self.spans]
+
+    @property
+    def part_floats(self) -> int:
+        return max(self.heads_per_rank) * max(self.nodes) * (self.head_dim + 2)
+
+    def queries(self) -> list[F32]:
+        d = self.head_dim
+        return [np.ascontiguousarray(self.q[:, low * d : high * d]) for low, high in self.heads]
+
+    def own_cache(self, rank: int, *, foreign: float = np.nan) -> tuple[F32, F32, I32]:
+        """The cache of a rank that keeps its stripes only: the others' pages are not in it."""
+        first, stop = self.spans[rank]
+        own = np.array([first <= stripe_of(block) < stop for block in range(NUM_BLOCKS)])
+        pages = self.page_table[:, own].reshape(-1)
+        table = np.full_like(self.page_table, -1)
+        table[:, own] = np.arange(len(pages), dtype=np.int32).reshape(self.num_slots, -1)
+        return self.k_cache[pages].copy(), self.v_cache[pages].copy(), table
+
+    def sent(self, module: Any, op_pool: Any, rank: int, rows: int) -> F32:
+        """The buffer of a rank."""
+        keys, values, table = self.own_cache(rank)
+        size = len(self.heads_per_rank) * len(self.positions) * self.part_floats
+        out = np.full(size, 7, np.float32)
+        module.AttentionStates(
+            op_pool,
+            self.queries(),
+            keys,
+            values,
+            table,
+            self.row_slot,
+            self.positions,
+            self.head_dim,
+            self.kv_head_of,
+            *self.spans[rank],
+            self.part_floats,
+            out,
+        ).run(rows)
+        return out
+
+    def states(self, buffer: F32, sender: int, receiver: int, rows: int) -> F32:
+        """[rows, heads, nodes, d + 2] that one rank sends another."""
+        low, high = self.heads[receiver]
+        shape = (rows, high - low, self.nodes[sender], self.head_dim + 2)
+        first = receiver * rows * self.part_floats
+        return buffer[first : first + int(np.prod(shape))].reshape(shape)
+
+    def merged(
+        self, module: Any, op_pool: Any, sources: Sequence[F32], rank: int, rows: int
+    ) -> tuple[F32, I32]:
+        """What a rank makes of all buffers."""
+        low, high = self.heads[rank]
+        out = np.full((len(self.positions), (high - low) * self.head_dim), 7, np.float32)
+        faults = np.zeros(len(self.positions), np.int32)
+        module.MergeStates(
+            op_pool,
+            sources,
+            self.nodes,
+            np.array(STRIPE_TREE.node_merges(self.spans), np.int32),
+            rank,
+            self.part_floats,
+            self.head_dim,
+            out,
+            faults,
+            CODE,
+        ).run(rows)
+        return out, faults
+
+    def whole(self, module: Any, op_pool: Any) -> tuple[F32, I32]:
+        """The same by one rank that keeps everything."""
+        out, faults = np.full_like(self.q, 7), np.zeros(len(self.positions), np.int32)
+        module.Attention(
+            op_pool,
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.page_table,
+            self.row_slot,
+            self.positions,
+            self.head_dim,
+            self.kv_head_of,
+            out,
+            faults,
+            CODE,
+        ).run(len(self.positions))
+        return out, faults
+
+
+def scattered(head_dim: int, kv_head_of: I32, *heads_per_rank: int) -> Case:
+    """Rows of two slots in no order, so that units are of one row and of several."""
+    positions = ints(*POSITIONS, *POSITIONS, *range(64, 96))
+    slots = ints(*([0] * len(POSITIONS)), *([1] * len(POSITIONS)), *([0] * 32))
+    mixed = np.random.default_rng(3).permutation(2 * len(POSITIONS))
+    positions[: len(mixed)], slots[: len(mixed)] = positions[mixed], slots[mixed]
+    return Case(head_dim, kv_head_of, heads_per_rank, positions, slots)
+
+
+def known(states: F32) -> F32:
+    """With nothing in place of what an empty state does not set."""
+    found = states.copy()
+    found[found[..., 0].view(np.int32) == EMPTY_MAX, 2:] = 0
+    return found
+
+
+NINE, SEVEN = np.repeat(np.arange(3), 3).astype(np.int32), ints(0, 0, 1, 1, 1, 1, 2)
+CASES = [
+    (64, NINE, (5, 4)),
+    (16, NINE, (3, 3, 3)),
+    (16, NINE, (3, 3, 3, 0)),
+    (24, SEVEN, (2, 1, 2, 1, 1)),
+    (80, ints(0, 0, 0), (2, 1)),
+    (8, NINE, (2, 2, 1, 1, 1, 1, 1)),
+    (8, NINE, (2, 1, 1, 1, 1, 1, 1, 1)),
+    (16, np.zeros(40, np.int32), (7, 33)),  # more query heads than pairs of one unit
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("head_dim", "kv_head_of", "heads"), CASES)
+def test_states_and_their_merge_equal_the_reference_and_one_ranks_attention(
+    body: str, head_dim: int, kv_head_of: I32, heads: tuple[int, ...]
+) -> None:
+    case = scattered(head_dim, kv_head_of, *heads)
+    want, _ = case.whole(reference, None)
+    ranks = range(len(heads))
+    for rows in (len(case.positions), 1, 5):
+        right = [case.sent(reference, None, rank, rows) for rank in ranks]
+        for threads in (1, 2, 3):
+            op_pool = pool(body, threads)
+            sent = [case.sent(native, op_pool, rank, rows) for rank in ranks]
+            for sender in ranks:
+                for receiver in ranks:
+                    a, b = (
+                        case.states(each[sender], sender, receiver, rows) for each in (sent, right)
+                    )
+                    assert differing(known(a), known(b)) == 0, (rows, threads, sender, receiver)
+                used = sum(high - low for low, high in case.heads) * case.nodes[sender]
+                touched = np.count_nonzero(sent[sender] != 7)
+                assert touched <= rows * used * (head_dim + 2), "padding was written"
+            for rank, (low, high) in enumerate(case.heads):
+                expected = want[:rows, low * head_dim : high * head_dim]
+                for module, from_pool in ((native, op_pool), (reference, None)):
+                    got, faults = case.merged(module, from_pool, sent, rank, rows)
+                    assert (
+                        differing(np.ascontiguousarray(got[:rows]), np.ascontiguousarray(expected))
+                        == 0
+                    )
+                    assert (got[rows:] == 7).all() and not faults.any()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_rows_of_different_sequences_go_stripe_by_stripe_over_all_heads(body: str) -> None:
+    """As in decoding; up to 20 blocks, threads share stripes."""
+    positions = ints(0, 40, 100, 230, 288, 511, 512, 639)
+    slots = np.arange(len(positions), dtype=np.int32)
+    case = Case(24, NINE, (4, 5), positions, slots, num_slots=len(positions))
+    want, _ = case.whole(reference, None)
+    for threads in (1, 2, 3, 7):
+        op_pool = pool(body, threads)
+        for rows in (1, 2, 3, len(positions)):
+            sent = [case.sent(native, op_pool, rank, rows) for rank in (0, 1)]
+            for rank, (low, high) in enumerate(case.heads):
+                got, _ = case.merged(native, op_pool, sent, rank, rows)
+                expected = np.ascontiguousarray(want[:rows, low * 24 : high * 24])
+                assert differing(np.ascontiguousarray(got[:rows]), expected) == 0, (threads, rows)
+
+
+@pytest.mark.parametrize("module", ["native", "reference"])
+def test_an_empty_state_is_merged_and_its_values_are_never_read(module: str) -> None:
+    """NaN in all that an empty state does not set, and in the padding; -0 of its partner is +0."""
+    case = Case(16, NINE, (3, 3, 3, 0), ints(0, 31, 40, 70), ints(0, 1, 0, 1))
+    case.v_cache[:] = np.float32(-1e-45)
+    rows, ops = 4, native if module == "native" else reference
+    op_pool = pool(BODIES[0], 2) if module == "native" else None
+    want, _ = case.whole(reference, None)
+    sent = [case.sent(ops, op_pool, rank, rows) for rank in range(4)]
+    empty = 0
+    for sender in range(4):
+        buffer = np.full_like(sent[sender], np.nan)
+        for receiver in range(3):
+            states = case.states(sent[sender], sender, receiver, rows).copy()
+            is_empty = states[..., 0].view(np.int32) == EMPTY_MAX
+            states[is_empty, 2:] = np.nan
+            empty += int(is_empty.sum())
+            case.states(buffer, sender, receiver, rows)[:] = states
+        sent[sender] = buffer
+    assert empty > 0
+    for rank, (low, high) in enumerate(case.heads[:3]):
+        got, faults = case.merged(ops, op_pool, sent, rank, rows)
+        expected = np.ascontiguousarray(want[:, low * 16 : high * 16])
+        assert differing(got, expected) == 0 and not faults.any()
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("score", [np.nan, np.inf, -1.1 * 2**20])
+@pytest.mark.parametrize("threads", [1, 2])
+@np.errstate(invalid="ignore")
+def test_a_score_out_of_range_faults_its_row_where_its_head_is(
+    body: str, score: float, threads: int
+) -> None:
+    """The rank that sees the key marks nothing: the state tells."""
+    case = scattered(16, ints(0, 0, 1), 1, 2)
+    row = int(np.flatnonzero((case.positions == 257) & (case.row_slot == 0))[0])
+    case.q[row, 16:32] = 0
+    case.q[row, 16] = 1
+    case.k_cache[case.page_table[0, 1], 0, 0, 8] = score  # block 1: the second rank's stripe 4
+    want, right = case.whole(reference, None)
+    assert right[row] == CODE and np.isnan(want[row, 16:32]).all()
+    op_pool, rows = pool(body, threads), len(case.positions)
+    sent = [case.sent(native, op_pool, rank, rows) for rank in (0, 1)]
+    assert not np.isnan(case.states(sent[0], 0, 1, rows)[row, 0, :, 1]).any()
+    assert np.isnan(case.states(sent[1], 1, 1, rows)[row, 0, :, 1]).all()
+    marked = np.zeros(rows, np.int32)
+    for rank, (low, high) in enumerate(case.heads):
+        for module, from_pool in ((native, op_pool), (reference, None)):
+            got, faults = case.merged(module, from_pool, sent, rank, rows)
+            expected = np.ascontiguousarray(want[:, low * 16 : high * 16])
+            assert differing(got, expected) == 0
+        marked |= faults
+    assert marked.tolist() == right.tolist()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_pages_of_other_stripes_are_never_looked_at(body: str) -> None:
+    case = scattered(16, NINE, 3, 3, 3)
+    before = [case.sent(native, pool(body, 2), rank, len(case.positions)) for rank in range(3)]
+    for rank, (first, stop) in enumerate(case.spans):
+        spoilt = scattered(16, NINE, 3, 3, 3)
+        for slot in (0, 1):
+            for block in range(NUM_BLOCKS):
+                if not first <= stripe_of(block) < stop:
+                    page = spoilt.page_table[slot, block]
+                    spoilt.k_cache[page], spoilt.v_cache[page] = np.nan, np.nan
+        after = spoilt.sent(native, pool(body, 2), rank, len(case.positions))
+        for receiver in range(3):
+            a, b = (
+                case.states(each, rank, receiver, len(case.positions))
+                for each in (before[rank], after)
+            )
+            assert differing(known(a), known(b)) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_stripe": 3, "stop_stripe": 3}, "stripes 3 to 3; 0 to 8 is possible"),
+        ({"stop_stripe": 9}, "stripes 0 to 9; 0 to 8 is possible"),
+        ({"part_floats": 89}, "part_floats is 89; 90 are needed"),
+        ({"out": np.zeros(9, np.float32)}, "out holds 9 floats; "),
+        ({"kv_head_of": ints(0, 0)}, "different numbers of heads"),
+        ({"queries": []}, "there are no queries"),
+    ],
+)
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    case = scattered(16, NINE, 5, 4)
+    arguments = {
+        "queries": case.queries(),
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "page_table": case.page_table,
+        "row_slot": case.row_slot,
+        "positions": case.positions,
+        "head_dim": 16,
+        "kv_head_of": NINE,
+        "first_stripe": 0,
+        "stop_stripe": 4,
+        "part_floats": 90,
+        "out": np.zeros(2 * len(case.positions) * 90, np.float32),
+    }
+    native.AttentionStates(pool(BODIES[0]), **arguments)
+    with pytest.raises(ValueError, match=message):
+        native.AttentionStates(pool(BODIES[0]), **arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mine": 2}, "no such source as mine"),
+        ({"merges": ints(0, 0)}, "merges does not leave one node"),
+        ({"merges": ints(0)}, "merges has shape"),
+        ({"nodes_per_source": [1]}, "2 sources, but 1 node counts"),
+        ({"nodes_per_source": [5, 4], "merges": ints(*[0] * 9)}, "part_floats is 90"),
+        ({"part_floats": 1000}, "source 0 holds"),
+        ({"fault_code": 0}, "fault_code is 0"),
+        ({"head_dim": 12}, "head_dim is 12; a multiple of 8"),
+    ],
+)
+def test_bad_arguments_of_a_merge_are_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {
+        "sources": [np.zeros(2 * 4 * 90, np.float32) for _ in range(2)],
+        "nodes_per_source": [1, 1],
+        "merges": ints(0, 1),
+        "mine": 1,
+        "part_floats": 90,
+        "head_dim": 16,
+        "out": np.zeros((4, 80), np.float32),
+        "row_fault": np.zeros(4, np.int32),
+        "fault_code": CODE,
+    }
+    native.MergeStates(pool(BODIES[0]), **arguments)
+    with pytest.raises(ValueError, match=message):
+        native.MergeStates(pool(BODIES[0]), **arguments | change)
+
+
+def test_a_page_that_should_be_here_and_is_not_is_refused() -> None:
+    case = scattered(8, ints(0, 0), 1, 1)
+    keys, values, table = case.own_cache(0)
+    out = np.zeros(2 * len(case.positions) * case.part_floats, np.float32)
+    op = native.AttentionStates(
+        pool(BODIES[0]), case.queries(), keys, values, table, case.row_slot, case.positions, 8,
+        ints(0, 0), 4, 8, case.part_floats, out,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="has page -1; 0 to"):
+        op.run(len(case.positions))
+
+
+# --- keys and values of the rows that a rank keeps ----------------------------------------------
+
+
+QKV = [
+    ("9/3 heads", {"hidden": 96, "heads": 9, "kv_heads": 3, "head_dim": 16}),
+    ("normed heads", {"hidden": 96, "heads": 5, "kv_heads": 2, "head_dim": 24, "head_norm": True}),
+    ("no query heads", {"hidden": 131, "heads": 0, "kv_heads": 2, "head_dim": 24}),
+]
+
+
+def in_int8(arguments: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """The same with weights of int8 linears, whose rows are quantised."""
+    rng, width = np.random.default_rng(8), shape["hidden"]
+    counts = {"q": shape["heads"], "k": shape["kv_heads"], "v": shape["kv_heads"]}
+    weights = {
+        f"{name}_panels": blocks(floats(rng, count * shape["head_dim"], width)) if count else None
+        for name, count in counts.items()
+    }
+    lengths, merges = leaves(width, 32)
+    return arguments | weights | {"leaf_lengths": lengths, "merges": merges}
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["f32", "int8"])
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("case", "shape"), QKV, ids=[name for name, _ in QKV])
+@pytest.mark.parametrize("stripes", [(0, 4), (4, 8), (3, 6), (7, 8), (0, 8)])
+def test_k_and_v_are_computed_of_the_rows_that_are_kept_and_no_others(
+    body: str, case: str, shape: dict[str, Any], stripes: Span, is_int8: bool
+) -> None:
+    for rows in (1, 2, 5, 33):
+        arguments = qkv(rows, **shape)
+        arguments = in_int8(arguments, shape) if is_int8 else arguments
+        whole = run(reference, "Qkv", None, arguments, rows)
+        mine = arguments | {"first_stripe": stripes[0], "stop_stripe": stripes[1]}
+        expected = run(reference, "Qkv", None, mine, rows)
+        at_block = arguments["positions"] // 32
+        kept = [stripes[0] <= stripe_of(int(block)) < stripes[1] for block in at_block]
+        for row in range(rows):
+            page = arguments["page_table"][arguments["row_slot"][row], at_block[row]]
+            lane = arguments["positions"][row] % 32
+            source = whole if kept[row] else arguments
+            for name, at in (
+                ("k_cache", np.s_[page, :, :, lane]),
+                ("v_cache", np.s_[page, :, lane]),
+            ):
+                assert np.array_equal(expected[name][at], source[name][at])
+        assert differing(expected["q_out"], whole["q_out"]) == 0
+        for threads in (1, 2, 3):
+            got = run(native, "Qkv", pool(body, threads), mine, rows)
+            for key in OUTPUTS:
+                if key in expected:
+                    assert differing(got[key], expected[key]) == 0, (rows, threads, key)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_foreign_rows_need_no_page_and_mark_no_fault_without_query_heads(threads: int) -> None:
+    arguments = qkv(33, hidden=96, heads=0, kv_heads=2, head_dim=16)
+    at_block = arguments["positions"] // 32
+    kept = np.array([stripe_of(int(block)) < 4 for block in at_block])
+    table = arguments["page_table"].copy()
+    for block in range(table.shape[1]):
+        if stripe_of(block) >= 4:
+            table[:, block] = -1
+    arguments["x"][:, 0] = np.nan
+    arguments |= {"page_table": table, "first_stripe": 0, "stop_stripe": 4}
+    for module, op_pool in ((native, pool(BODIES[0], threads)), (reference, None)):
+        got = run(module, "Qkv", op_pool, arguments, 33)
+        assert np.array_equal(got["row_fault"] != 0, kept)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_stored_rows_are_hashed_where_they_are_kept(body: str) -> None:
+    """And add up to what one rank that keeps everything says."""
+    case = scattered(16, NINE, 5, 4)
+    rows, keys_table = len(case.positions), digest_keys(3 * 16 + 8)
+
+    def hashed(module: Any, op_pool: Any, cache: tuple[F32, F32, I32], stripes: Span) -> Any:
+        out = np.full((rows, 2), 9, np.uint64)
+        module.DigestKv(
+            op_pool, *cache, case.row_slot, case.positions, 0, 3, 0, 0, keys_table, out, *stripes
+        ).run(rows)
+        return out
+
+    whole = hashed(native, pool(body), (case.k_cache, case.v_cache, case.page_table), (0, 8))
+    parts = []
+    for rank in (0, 1):
+        cache, stripes = case.own_cache(rank), case.spans[rank]
+        parts.append(hashed(native, pool(body, 2), cache, stripes))
+        assert np.array_equal(parts[-1], hashed(reference, None, cache, stripes))
+        assert (parts[-1] == 0).any() and (parts[-1] != 0).any()
+    assert np.array_equal(parts[0] + parts[1], whole)
