@@ -94,5 +94,6 @@ def test_ten_thousand_steps_leave_memory_as_it_is() -> None:
 
 
 def test_a_leak_of_a_kilobyte_a_step_is_seen() -> None:
-    found = steady({"steps": 500, "rounds": 4, "leak": "memory"})
+    """By then: a megabyte or two is what the heap may have free."""
+    found = steady({"steps": 500, "rounds": 12, "leak": "memory"})
     assert drift(found["ranks"][0]) > 0.01

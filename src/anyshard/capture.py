@@ -39,7 +39,7 @@ from anyshard.comm.control import Frame
 from anyshard.kv import KvCache
 from anyshard.model import STATE_HEADER, Op, OpKind, Program
 from anyshard.ops.exact import EMPTY_MAX
-from anyshard.ops.kv_pages import packed_row
+from anyshard.ops.kv_pages import blank_row, packed_row
 from anyshard.stripes import stripe_of
 
 __all__ = ["Arrays", "Capture", "Tap", "TappedComm", "legible_states", "read_capture"]
@@ -223,7 +223,7 @@ class Tap:
         block, table = self.program.profile.kv_block, worker.page_table[self.capture.slot]
         first, stop = self.program.stripes
         for name, cache in (("keys", worker.kv.keys(layer)), ("values", worker.kv.values(layer))):
-            blank = np.zeros_like(packed_row(cache, 0, 0, keys=name == "keys"))
+            blank = blank_row(cache, keys=name == "keys")
             self.found[name] = np.stack(
                 [
                     packed_row(cache, int(table[j // block]), j % block, keys=name == "keys")

@@ -289,7 +289,7 @@ class Engine:
         pool = PagePool.of(
             plan.pages, sequence_blocks=sequence_blocks if layout.splits_sequence else 0
         )
-        self._most_blocks = pool.most_blocks()
+        self._num_pages, self._most_blocks = len(plan.pages), pool.most_blocks()
         self.batch = Batch(
             waiting=(),
             running=(),

@@ -20,16 +20,18 @@ import numpy.typing as npt
 
 from anyshard.config import KvType
 from anyshard.ops.coefficients import KV_BLOCK
-from anyshard.ops.exact import F32
+from anyshard.ops.exact import F32, fma32
 
 __all__ = [
     "KV_GROUP",
     "Pages",
+    "blank_row",
     "is_quantized",
     "packed_row",
     "page_bytes",
     "page_shape",
     "quantize_groups",
+    "scores",
     "split_page",
     "store_row",
     "unpack_row",
@@ -129,6 +131,13 @@ def split_page(pages: Pages, page: int, heads: Any, *, keys: bool) -> tuple[F32,
     return q, _scales_of(np.ascontiguousarray(chosen), head_dim).astype(np.float32)
 
 
+def blank_row(pages: Pages, *, keys: bool) -> Pages:
+    """What `packed_row` gives of a page of zeros."""
+    head_dim = _head_dim(pages, keys=keys)
+    width = head_dim + (2 * num_groups(head_dim) if is_quantized(pages) else 0)
+    return np.zeros((pages.shape[1], width), pages.dtype)
+
+
 def packed_row(pages: Pages, page: int, lane: int, *, keys: bool) -> Pages:
     """What is stored of one token, all KV heads: [G, d], in int8 with the scales' bytes behind."""
     head_dim, of_page = _head_dim(pages, keys=keys), pages[page]
@@ -165,3 +174,19 @@ def widened_row(pages: Pages, page: int, lane: int, *, keys: bool) -> F32:
     scales = np.ascontiguousarray(packed[:, head_dim:]).view(np.float16).astype(np.float32)
     widened: F32 = packed[:, :head_dim] * np.repeat(scales, KV_GROUP, axis=1)[:, :head_dim]
     return widened
+
+
+def scores(q_Hd: F32, k_HdJ: F32, scale_HgJ: F32 | None) -> F32:
+    """[H, J]: a chain over d; in int8 one over each group of dims, times its scale, added up."""
+    dims, visible = k_HdJ.shape[1:]
+    zero = np.zeros((len(q_Hd), visible), np.float32)
+    group = dims if scale_HgJ is None else KV_GROUP
+    total = zero
+    for start in range(0, dims, group):
+        chain = zero
+        for d in range(start, min(start + group, dims)):
+            chain = fma32(q_Hd[:, d, None], k_HdJ[:, d], chain)
+        if scale_HgJ is None:
+            return chain
+        total = fma32(chain, scale_HgJ[:, start // group, :visible], total)
+    return total

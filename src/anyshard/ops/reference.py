@@ -31,7 +31,7 @@ from anyshard.ops.exact import (
     pow2,
     silu,
 )
-from anyshard.ops.kv_pages import KV_GROUP, Pages, split_page, store_row
+from anyshard.ops.kv_pages import KV_GROUP, Pages, scores, split_page, store_row
 from anyshard.ops.quant import int8_nodes
 from anyshard.ops.storage import Panels, unpack, unpack_blocks
 from anyshard.stripes import STRIPES, stripe_of
@@ -317,7 +317,7 @@ class Attention:
         high, total, out = state
         k_HdJ, k_scale_HgJ = split_page(self.k_cache, page, self.kv_head_of, keys=True)
         v_HJd, v_scale_HgJ = split_page(self.v_cache, page, self.kv_head_of, keys=False)
-        score = _scores(q_Hd, k_HdJ[:, :, :visible], k_scale_HgJ)
+        score = scores(q_Hd, k_HdJ[:, :, :visible], k_scale_HgJ)
         bad_H |= ~(np.abs(score) <= np.float32(SCORE_LIMIT)).all(axis=1)
         score[bad_H] = 0
         new_high = np.maximum(high, np.ceil(score.max(axis=1)).astype(np.int32))
@@ -333,22 +333,6 @@ class Attention:
                 weight = np.repeat(scaled, KV_GROUP, axis=1)[:, : self.head_dim]
             out = fma32(weight, v_HJd[:, j], out)
         return new_high, total, out
-
-
-def _scores(q_Hd: F32, k_HdJ: F32, scale_HgJ: F32 | None) -> F32:
-    """[H, J]: a chain over d; in int8 one over each group of dims, times its scale, added up."""
-    dims, visible = k_HdJ.shape[1:]
-    zero = np.zeros((len(q_Hd), visible), np.float32)
-    group = dims if scale_HgJ is None else KV_GROUP
-    total = zero
-    for start in range(0, dims, group):
-        chain = zero
-        for d in range(start, min(start + group, dims)):
-            chain = fma32(q_Hd[:, d, None], k_HdJ[:, d], chain)
-        if scale_HgJ is None:
-            return chain
-        total = fma32(chain, scale_HgJ[:, start // group, :visible], total)
-    return total
 
 
 def _merge(a: tuple[I32, F32, F32], b: tuple[I32, F32, F32]) -> tuple[I32, F32, F32]:

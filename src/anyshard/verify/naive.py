@@ -239,12 +239,14 @@ class RestartedSoftmax:
             pages = self.page_table[slot, : last // KV_BLOCK + 1]
             count = last + 1
             k_HdJ, v_HJd = (
-                np.stack(
-                    [
-                        widened_row(cache, pages[j // KV_BLOCK], j % KV_BLOCK, keys=keys)
-                        for j in range(count)
-                    ]
-                )[:, self.kv_head_of].transpose(order)
+                np.ascontiguousarray(
+                    np.stack(
+                        [
+                            widened_row(cache, pages[j // KV_BLOCK], j % KV_BLOCK, keys=keys)
+                            for j in range(count)
+                        ]
+                    )[:, self.kv_head_of].transpose(order)
+                )
                 for cache, keys, order in (
                     (self.k_cache, True, (1, 2, 0)),
                     (self.v_cache, False, (1, 0, 2)),
