@@ -8,7 +8,8 @@ same cells.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,10 +22,12 @@ from models import ADVERSARIAL_9_3, write_hf_model
 from mutants import sequence
 from test_grid import needs
 
+from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
 from anyshard.engine import Engine, EngineOptions
 from anyshard.errors import PromptTooLong
+from anyshard.model import Op
 from anyshard.ops import native_module
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool
@@ -293,6 +296,34 @@ def test_a_step_stays_one_native_call_between_two_hops(tp: int, pp: int, layers:
         run_cell(model, each, rank_body=rank_body(Counted)).digest == baseline(model, each).digest
     )
     assert list(Counted.calls.values()) == [1 if pp == 1 else 2] * (tp * pp)
+
+
+class Late(Binder):
+    """One rank comes late to what it reads of others; `slow`: which."""
+
+    slow = 0
+
+    def _lately(self, run: Callable[[int], None]) -> Callable[[int], None]:
+        def late(rows: int) -> None:
+            time.sleep(0.002)
+            run(rows)
+
+        return late if self.w.program.tp_index == self.slow else run
+
+    def _attention_states(self, op: Op) -> Callable[[int], None]:
+        return self._lately(super()._attention_states(op))
+
+    def _merge_states(self, op: Op) -> Callable[[int], None]:
+        return self._lately(super()._merge_states(op))
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_rank_that_reads_late_finds_what_was_sent(slow: int) -> None:
+    """Nobody writes a buffer that it has not read, though there is one of each."""
+    late = type("LateWorker", (Worker,), {"binder_type": type("L", (Late,), {"slow": slow})})
+    each = cell(tp=3, prompt_tokens=100, num_tokens=8, chunk=40)
+    model = the_model(A9)
+    assert run_cell(model, each, rank_body=rank_body(late)).digest == baseline(model, each).digest
 
 
 # --- a difference would be seen -----------------------------------------------------------------

@@ -266,6 +266,47 @@ def test_an_empty_state_is_merged_and_its_values_are_never_read(module: str) -> 
         assert differing(got, expected) == 0 and not faults.any()
 
 
+@pytest.mark.parametrize("bug", ["read", "skipped", "none"])
+def test_an_empty_state_that_is_read_or_skipped_would_show(
+    bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of a few units of 2 ** -149: products that underflow leave -0, which +0 makes +0. Of
+    eight ranks each sends one stripe: a node of two has been merged with an empty one before.
+    """
+    case = Case(16, NINE, (2, 1, 1, 1, 1, 1, 1, 1), ints(*range(1, 96, 3)), ints(*[0] * 32))
+    rng = np.random.default_rng(1)
+    few = rng.integers(1, 3, case.v_cache.shape).astype(np.uint32)
+    sign = rng.integers(0, 2, case.v_cache.shape).astype(np.uint32) << 31
+    case.v_cache = (few | sign).view(np.float32)
+    rows, merge = len(case.positions), reference._merge
+    want, _ = case.whole(native, pool(BODIES[0]))
+    sent = [case.sent(native, pool(BODIES[0]), rank, rows) for rank in range(8)]
+
+    def skipping(a: Any, b: Any) -> Any:
+        is_empty, right = b[0] == EMPTY_MAX, merge(a, b)
+        o_Nd = np.where(is_empty[:, None], a[2], right[2])
+        return right[0], right[1], o_Nd
+
+    def as_it_came(part_N: F32) -> Any:
+        high = np.ascontiguousarray(part_N[:, 0]).view(np.int32)
+        return (
+            high,
+            part_N[:, 1].copy(),
+            np.where((high == EMPTY_MAX)[:, None], np.nan, part_N[:, 2:]),
+        )
+
+    if bug == "skipped":
+        monkeypatch.setattr(reference, "_merge", skipping)
+    if bug == "read":
+        monkeypatch.setattr(reference, "_received", as_it_came)
+    unlike = 0
+    for rank, (low, high) in enumerate(case.heads):
+        got, _ = case.merged(reference, None, sent, rank, rows)
+        expected = np.ascontiguousarray(want[:, low * 16 : high * 16])
+        unlike += differing(np.asarray(got, np.float32), expected)
+    assert (unlike > 0) == (bug != "none"), unlike
+
+
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("score", [np.nan, np.inf, -1.1 * 2**20])
 @pytest.mark.parametrize("threads", [1, 2])

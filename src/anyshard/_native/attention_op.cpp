@@ -68,11 +68,8 @@ Attention::Attention(Pool& pool, const Arguments& a)
   require(queries_.front().size(1) == out_.size(1), "q and out have different widths");
   require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
   const size_t states = kMaxPairs * state_floats_;
-  int most_heads = 0;
-  for (const Unit& group : head_groups_) most_heads = std::max(most_heads, group.num_heads());
-  const size_t sweep =
-      size_t{kSweepUnits} * kStripes * static_cast<size_t>(most_heads) * state_floats_;
-  pool.reserve(stripe_units_ * kStripes * states, std::max(kOpenStates * states, sweep));
+  pool.reserve(stripe_units_ * kStripes * states,
+               std::max(kOpenStates * states, kStripes * sweep_floats()));
 }
 
 void AttentionUnits::list_units(int rows) {
@@ -120,6 +117,12 @@ bool AttentionUnits::splits_stripes() const {
     if (paged_.position(units_[i].row_start) / kBlock >= kWholeBlocks) return true;
   }
   return false;
+}
+
+size_t AttentionUnits::sweep_floats() const {
+  int most_heads = 0;
+  for (const Unit& group : head_groups_) most_heads = std::max(most_heads, group.num_heads());
+  return kSweepUnits * static_cast<size_t>(most_heads) * state_floats_;
 }
 
 int AttentionUnits::num_pairs() const {
@@ -202,41 +205,58 @@ bool AttentionUnits::are_alone(int rows) const {
 
 // Units `first`, `first` + `step` and so on, of one row: block by block, so that what is read is a
 // long stream.
+AttentionUnits::Swept AttentionUnits::sweep(const Thread& thread, size_t first, size_t step,
+                                            size_t count, StripeSpan stripes) const {
+  const Kernels& kernels = thread.kernels;
+  AttentionUnit units[kSweepUnits];
+  Swept swept;
+  float* free = thread.own;
+  for (size_t i = 0; i < count; ++i) {
+    units[i] = describe(units_[first + i * step]);
+    swept.sets[i] = static_cast<size_t>(units[i].num_pairs) * state_floats_;
+    swept.states[i] = free;
+    free += static_cast<size_t>(stripes.size()) * swept.sets[i];
+  }
+  const auto states = [&](size_t i, int block) {
+    return swept.states[i] + static_cast<size_t>(stripe_of(block) - stripes.first) * swept.sets[i];
+  };
+  const auto held = [&](int block) {  // that one, or the first after it
+    while (!stripes.holds(block)) ++block;
+    return block;
+  };
+  for (int block = held(0); block <= units[0].last_block;) {
+    const int next = held(block + 1);
+    float* here[kSweepUnits];
+    for (size_t i = 0; i < count; ++i) here[i] = states(i, block);
+    kernels.attention_block(units, static_cast<int>(count), block, next - block, here);
+    block = next;
+  }
+  for (int block = units[0].last_block + 1; block < kStripes; ++block) {
+    if (!stripes.holds(block)) continue;  // else its stripe has no block
+    for (size_t i = 0; i < count; ++i) {
+      kernels.attention_stripe(units[i], stripe_of(block), states(i, block));
+    }
+  }
+  return swept;
+}
+
 void Attention::run_sweep(const Thread& thread, size_t first, size_t step, size_t count) const {
   const Kernels& kernels = thread.kernels;
   for (size_t done = 0; done < count; done += kSweepUnits) {
     const size_t num_units = std::min(size_t{kSweepUnits}, count - done);
-    AttentionUnit units[kSweepUnits];
-    float* states[kSweepUnits];
-    size_t sets[kSweepUnits];  // floats of a stripe's states
-    float* free = thread.own;
+    const Swept swept = sweep(thread, first + done * step, step, num_units, {});
     for (size_t i = 0; i < num_units; ++i) {
-      units[i] = describe(units_[first + (done + i) * step]);
-      sets[i] = static_cast<size_t>(units[i].num_pairs) * state_floats_;
-      states[i] = free;
-      free += kStripes * sets[i];
-    }
-    for (int block = 0; block <= units[0].last_block; ++block) {
-      const size_t stripe = static_cast<size_t>(stripe_of(block % kStripes));
-      float* here[kSweepUnits];
-      for (size_t i = 0; i < num_units; ++i) here[i] = states[i] + stripe * sets[i];
-      kernels.attention_block(units, static_cast<int>(num_units), block, 1, here);
-    }
-    for (size_t i = 0; i < num_units; ++i) {
-      for (int block = units[i].last_block + 1; block < kStripes; ++block) {
-        const int stripe = stripe_of(block);  // which has no block
-        kernels.attention_stripe(units[i], stripe,
-                                 states[i] + static_cast<size_t>(stripe) * sets[i]);
-      }
+      const Unit& unit = units_[first + (done + i) * step];
+      float* states = swept.states[i];
+      const size_t set = swept.sets[i];
       for (size_t apart = 1; apart < kStripes; apart *= 2) {
         for (size_t s = 0; s < kStripes; s += 2 * apart) {
-          kernels.attention_merge(head_dim_, units[i].num_pairs, states[i] + s * sets[i],
-                                  states[i] + (s + apart) * sets[i], state_floats_);
+          kernels.attention_merge(head_dim_, unit.num_pairs(), states + s * set,
+                                  states + (s + apart) * set, state_floats_);
         }
       }
-      const Unit& unit = units_[first + (done + i) * step];
-      for (int pair = 0; pair < units[i].num_pairs; ++pair) {
-        finish(unit, pair, states[i] + static_cast<size_t>(pair) * state_floats_);
+      for (int pair = 0; pair < unit.num_pairs(); ++pair) {
+        finish(unit, pair, states + static_cast<size_t>(pair) * state_floats_);
       }
     }
   }

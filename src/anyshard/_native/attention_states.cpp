@@ -59,8 +59,9 @@ AttentionStates::AttentionStates(Pool& pool, const std::vector<PyObject*>& queri
   require(static_cast<size_t>(out_.size(0)) >= needed, "out holds " + std::to_string(out_.size(0)) +
                                                            " floats; " + std::to_string(needed) +
                                                            " are needed");
-  const size_t states = static_cast<size_t>(stripes_.size()) * kMaxPairs * state_floats_;
-  pool.reserve(stripe_units_ * states, states);
+  const size_t stripes = static_cast<size_t>(stripes_.size());
+  const size_t states = stripes * kMaxPairs * state_floats_;
+  pool.reserve(stripe_units_ * states, std::max(states, stripes * sweep_floats()));
 }
 
 void AttentionStates::run(int rows) {
@@ -69,8 +70,9 @@ void AttentionStates::run(int rows) {
   paged_.check(rows, true, stripes_);
   list_units(rows);
   const int num_units = static_cast<int>(num_units_);
+  const bool alone = are_alone(rows);
   if (splits_stripes()) {
-    const int step = are_alone(rows) ? rows : num_units;
+    const int step = alone ? rows : num_units;
     const int count = stripes_.size();
     const auto work = [&](const Thread& thread, int phase, int start, int stop) {
       for (int i = start; i < stop; ++i) {
@@ -83,6 +85,15 @@ void AttentionStates::run(int rows) {
       }
     };
     pool_.run({{step * count, 1}, {num_pairs(), pool_.chunk(num_pairs(), 1)}}, work);
+  } else if (alone) {
+    const bool whole = rows >= pool_.threads();  // rows, or else their groups of heads, are dealt
+    const auto work = [&](const Thread& thread, int, int start, int stop) {
+      for (int i = start; i < stop; ++i) {
+        run_sweep(thread, static_cast<size_t>(i), static_cast<size_t>(rows),
+                  whole ? head_groups_.size() : 1, rows);
+      }
+    };
+    pool_.run({{whole ? rows : num_units, 1}}, work);
   } else {
     // the longest histories (last rows) first
     const auto work = [&](const Thread& thread, int, int start, int stop) {
@@ -115,6 +126,44 @@ void AttentionStates::run_unit(const Thread& thread, const Unit& unit, int rows)
   }
 }
 
+// Units `first`, `first` + `step` and so on, of one row, block by block.
+void AttentionStates::run_sweep(const Thread& thread, size_t first, size_t step, size_t count,
+                                int rows) const {
+  for (size_t done = 0; done < count; done += kSweepUnits) {
+    const size_t num_units = std::min(size_t{kSweepUnits}, count - done);
+    const Swept swept = sweep(thread, first + done * step, step, num_units, stripes_);
+    for (size_t i = 0; i < num_units; ++i) {
+      const Unit& unit = units_[first + (done + i) * step];
+      const size_t set = swept.sets[i];
+      const float* nodes[kStripes];
+      const int count_of_nodes =
+          merge_stripes(thread.kernels, swept.states[i], set, unit.num_pairs(), nodes);
+      for (int node = 0; node < count_of_nodes; ++node) {
+        for (int pair = 0; pair < unit.num_pairs(); ++pair) {
+          write(unit, pair, node, nodes[node] + static_cast<size_t>(pair) * state_floats_, rows);
+        }
+      }
+    }
+  }
+}
+
+// Merges states of the stripes, `set` floats apart, as far as they are this rank's; how many are
+// left, and where.
+int AttentionStates::merge_stripes(const Kernels& kernels, float* states, size_t set, int num_pairs,
+                                   const float** nodes) const {
+  float* open[kStripes];
+  int top = 0;
+  for (int stripe = stripes_.first; stripe < stripes_.stop; ++stripe, states += set) {
+    open[top++] = states;
+    for (int merge = nodes_.merges_after(stripe); merge > 0; --merge) {
+      --top;
+      kernels.attention_merge(head_dim_, num_pairs, open[top - 1], open[top], state_floats_);
+    }
+  }
+  std::copy_n(open, top, nodes);
+  return top;
+}
+
 // Merges the stripes of one pair of all units, counted through.
 void AttentionStates::finish_pair(const Thread& thread, int item, int rows) const {
   int pair = item;
@@ -122,16 +171,9 @@ void AttentionStates::finish_pair(const Thread& thread, int item, int rows) cons
   const size_t set = kMaxPairs * state_floats_;
   float* state = thread.common + unit * static_cast<size_t>(stripes_.size()) * set +
                  static_cast<size_t>(pair) * state_floats_;
-  float* nodes[kStripes];
-  int top = 0;
-  for (int stripe = stripes_.first; stripe < stripes_.stop; ++stripe, state += set) {
-    nodes[top++] = state;
-    for (int merge = nodes_.merges_after(stripe); merge > 0; --merge) {
-      --top;
-      thread.kernels.attention_merge(head_dim_, 1, nodes[top - 1], nodes[top], state_floats_);
-    }
-  }
-  for (int node = 0; node < top; ++node) write(units_[unit], pair, node, nodes[node], rows);
+  const float* nodes[kStripes];
+  const int count = merge_stripes(thread.kernels, state, set, 1, nodes);
+  for (int node = 0; node < count; ++node) write(units_[unit], pair, node, nodes[node], rows);
 }
 
 void AttentionStates::write(const Unit& unit, int pair, int node, const float* state,

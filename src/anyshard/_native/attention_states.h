@@ -51,7 +51,10 @@ class AttentionStates : public AttentionUnits {
     size_t num_heads;
   };
   void run_unit(const Thread& thread, const Unit& unit, int rows) const;
+  void run_sweep(const Thread& thread, size_t first, size_t step, size_t count, int rows) const;
   void finish_pair(const Thread& thread, int item, int rows) const;
+  int merge_stripes(const Kernels& kernels, float* states, size_t set, int num_pairs,
+                    const float** nodes) const;
   void write(const Unit& unit, int pair, int node, const float* state, int rows) const;
 
   StripeSpan stripes_;

@@ -116,6 +116,14 @@ class AttentionUnits : public Op {
   AttentionUnit describe(const Unit& unit) const;
   void run_stripe(const Thread& thread, size_t first, size_t step, int stripe, int place,
                   int num_places) const;
+  // Of each unit its states in a thread's own scratch, stripe by stripe, `set` floats apart.
+  struct Swept {
+    float* states[kSweepUnits];
+    size_t sets[kSweepUnits];
+  };
+  Swept sweep(const Thread& thread, size_t first, size_t step, size_t count,
+              StripeSpan stripes) const;
+  size_t sweep_floats() const;  // of a stripe
   // Whether every row is a unit by itself, in each group of heads.
   bool are_alone(int rows) const;
   // The unit that has that pair, of those of all units counted through; then its number there.
