@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from grid import Loaded, baseline, run_cell, share_only, the_model
+from grid import INT8 as INT8_TOO
+from grid import KV8, Loaded, baseline, run_cell, share_only, the_model
 from models import ADVERSARIAL_9_3, write_hf_model
 from mutants import sequence
 from test_grid import needs
@@ -25,11 +26,13 @@ from test_grid import needs
 from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
+from anyshard.config import KvType
 from anyshard.engine import Engine, EngineOptions
 from anyshard.errors import PromptTooLong
 from anyshard.model import Op
 from anyshard.ops import native_module
 from anyshard.ops.exact import F32
+from anyshard.ops.kv_pages import page_bytes
 from anyshard.pages import PagePool
 from anyshard.request import Request
 from anyshard.stripes import blocks_of
@@ -102,7 +105,9 @@ NARROW = [cell(tp=tp, pp=pp) for tp, pp in ((2, 1), (3, 2), (3, 1))]
         *grid((A9,), [*WIDTHS, *OTHERS]),
         *grid((A14,), [*WIDTHS, *(c for c in OTHERS if c.heads is None and c.tp in (2, 8))]),
         *grid((INT8,), [*WIDTHS, *(c for c in OTHERS if c.batch > 1 or c.chunk == 33)]),
-        *grid((HEAD_80,), NARROW),
+        *grid((HEAD_80, HEAD_80 + INT8_TOO + KV8), NARROW),
+        *grid((A9 + KV8,), [*WIDTHS, *OTHERS]),
+        *grid((A14 + INT8_TOO + KV8,), WIDTHS),
     ],
 )
 def test_a_split_sequence_has_the_digest_of_the_unsplit_run(name: str, each: Cell) -> None:
@@ -119,7 +124,9 @@ def test_a_split_sequence_has_the_digest_of_the_unsplit_run(name: str, each: Cel
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["qwen2", "qwen2 int8", "demo", "demo int8"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen2 int8", "demo", "demo int8", "qwen2 int8 kv8", "demo int8 kv8"]
+)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 2), (4, 1), (8, 1)])
 def test_larger_models_too(name: str, tp: int, pp: int) -> None:
     each = cell(tp=tp, pp=pp, prompt_logits=0)
@@ -134,26 +141,31 @@ def test_a_seeded_answer_is_drawn_alike_and_without_logits_tokens_are(tp: int, p
 
 
 @cache
-def long_model() -> Loaded:
+def long_model(kv: KvType) -> Loaded:
     """adversarial-9-3 with room for 2,048 tokens."""
     config = replace(ADVERSARIAL_9_3, context=2048)
     with tempfile.TemporaryDirectory() as folder:
         path = write_hf_model(Path(folder) / "m", config, seed=7, adversarial=True)
-        loaded = served(open_checkpoint(str(path)))
+        loaded = served(open_checkpoint(str(path)), kv=kv)
     return Loaded.of("long", loaded, hashed_tokens(2000, config.vocab, seed=0))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 2), (8, 1)])
-def test_two_thousand_positions(tp: int, pp: int) -> None:
+@pytest.mark.parametrize("kv", ["f32", "int8"])
+def test_two_thousand_positions(tp: int, pp: int, kv: KvType) -> None:
     each = cell(tp=tp, pp=pp, prompt_tokens=2000, prompt_logits=200, chunk=250, threads=2)
-    assert run_cell(long_model(), each).digest == run_cell(long_model(), each.unsplit()).digest
+    model = long_model(kv)
+    assert run_cell(model, each).digest == run_cell(model, each.unsplit()).digest
 
 
 @pytest.mark.parametrize(("tp", "pp", "chunk"), [(2, 1, 512), (3, 2, 7), (8, 1, 33), (4, 2, 512)])
-def test_rows_run_again_from_an_earlier_position_overwrite(tp: int, pp: int, chunk: int) -> None:
-    model = the_model(A9)
+@pytest.mark.parametrize("name", [A9, A9 + KV8])
+def test_rows_run_again_from_an_earlier_position_overwrite(
+    name: str, tp: int, pp: int, chunk: int
+) -> None:
+    model = the_model(name)
     right, wrong = model.prompt[:290], hashed_tokens(200, model.config.vocab, seed=9)
     size = {"max_model_len": 320, "rows_max": 290}
     with Driver(model.served, **size) as driver:
@@ -217,13 +229,13 @@ def test_scores_out_of_range_fail_the_request_by_the_same_name(
 # --- a rank holds its share ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [A9, A14])
+@pytest.mark.parametrize("name", [A9, A14, A9 + KV8])
 @pytest.mark.parametrize("tp", [2, 3, 4, 5, 8])
 def test_kv_bytes_of_a_rank_are_its_stripes_share(name: str, tp: int) -> None:
     """1/2, 1/4, 1/8 at 2, 4 and 8 ranks, of 9/3 and of 14/2 heads; of a few blocks within one."""
     model = the_model(name)
     config = model.config
-    block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 32 * 4
+    block = 2 * config.num_layers * config.num_kv_heads * page_bytes(model.profile.kv, 16)
     for blocks in (*range(1, 10), 15, 16):
         each = cell(tp=tp, prompt_tokens=32 * blocks - 2, num_tokens=2, prompt_logits=0)
         each = replace(each, prompt_tokens=4) if blocks == 1 else each
