@@ -3,7 +3,8 @@
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
 figures and what is of one machine, which is how CI keeps the transcripts true. `--accuracy`
-measures the tables between the `accuracy` marks of README.md again (minutes; needs torch).
+measures the tables between the `accuracy` marks of README.md again (minutes; needs torch). The
+table between the `kv` marks is what KV caches of those ranks allocate, here as well as in a run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("verify", "compare", "bench", "doctor")),
 )
+KV = ("<!-- kv: scripts/readme.py -->", "<!-- /kv -->")
+KV_RANKS = (1, 2, 3, 4, 5, 8)
+KV_TOKENS = 8192
+#: layers, query heads, KV heads, all of 64 dims
+KV_MODELS = {"9/3 (SmolLM2-135M)": (30, 9, 3), "14/2 (Qwen2-0.5B)": (24, 14, 2)}
 ACCURACY = ("<!-- accuracy: scripts/readme.py --accuracy -->", "<!-- /accuracy -->")
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,
@@ -69,6 +76,48 @@ def masked(text: str) -> str:
     return MEASURED.sub("#", text)
 
 
+def kv_table() -> str:
+    """What the fullest rank allocates for one sequence, and its share of what one rank would."""
+    ranks = " | ".join(f"{tp} rank{'s' * (tp > 1)}" for tp in KV_RANKS)
+    lines = [f"| query/KV heads | `--kv-shard` | KV | {ranks} |", "| --- " * 9 + "|"]
+    for name, shape in KV_MODELS.items():
+        for kind in ("heads", "sequence"):
+            for kv in ("f32", "int8"):
+                held = [_fullest(shape, tp, kind, kv) for tp in KV_RANKS]
+                cells = [f"{each / 1e6:.0f} MB ({each / held[0]:.1%})" for each in held]
+                lines.append(f"| {name} | {kind} | {kv} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _fullest(shape: tuple[int, int, int], tp: int, kind: Any, kv: Any) -> int:
+    from anyshard.config import ModelConfig
+    from anyshard.engine import profile_of
+    from anyshard.kv import KvCache, num_local_pages
+    from anyshard.layout import plan
+
+    layers, heads, kv_heads = shape
+    config = ModelConfig(
+        architecture="llama", num_layers=layers, hidden=64 * heads, ffn=1024, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=64, vocab=256, context=KV_TOKENS, norm_eps=1e-5,
+        rope_theta=1e4, tied=True,
+    )  # fmt: skip
+    profile = profile_of("f32", kv)
+    layout = plan(config, tp=tp, kv_shard=kind, leaf=profile.leaf)
+    blocks = KV_TOKENS // profile.kv_block
+    return max(
+        KvCache(
+            config,
+            profile,
+            layers=(0, layers),
+            kv_heads=layout.kv_heads(index, config.q_per_kv),
+            num_pages=num_local_pages(
+                layout.stripes(index), num_pages=blocks, sequence_blocks=blocks
+            ),
+        ).bytes
+        for index in range(tp)
+    )
+
+
 def write_accuracy() -> int:
     """The demo model beside float64 and HF, as README.md shows it."""
     from anyshard.accuracy import as_markdown, measure
@@ -85,7 +134,21 @@ def write_accuracy() -> int:
 def main() -> int:
     if "--accuracy" in sys.argv:
         return write_accuracy()
-    return max(transcripts(page, check="--check" in sys.argv) for page in PAGES)
+    check = "--check" in sys.argv
+    return max(write_kv(check=check), *(transcripts(page, check=check) for page in PAGES))
+
+
+def write_kv(*, check: bool) -> int:
+    """The table of README.md, again or compared; returns the exit code."""
+    page, now = ROOT / "README.md", kv_table()
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(KV[0])
+    said, after = rest.split(KV[1])
+    if check and said.strip() != now:
+        print(f"README.md says of KV:\n{said}\nbut it is:\n{now}", file=sys.stderr)
+        return 1
+    page.write_text(f"{before}{KV[0]}\n{now}\n{KV[1]}{after}", encoding="utf-8")
+    return 0
 
 
 def transcripts(page: Path, *, check: bool) -> int:

@@ -160,3 +160,22 @@ def test_doctor_counts_what_kv_memory_takes(capfd: Capture) -> None:
         assert facts["memory"]["kv"] == PAGE * pages
     assert main(["doctor", "--max-model-len", "160", "--kv-memory", str(PAGE * 4)]) == 2
     assert "has room for 128 tokens" in capfd.readouterr().err
+
+
+def test_auto_splits_by_the_sequence_where_kv_memory_has_room_only_then(capfd: Capture) -> None:
+    """Two ranks of 9/3 heads hold 4 KV heads between them by heads, 3 by the sequence."""
+    run = ["generate", "--prompt", "a b c", "-n", "90", "--ignore-eos", "--comm", "threads"]
+    memory = ["-tp", "2", "--kv-memory", str(PAGE * 3 + 10)]
+    assert main([*run, *memory, "--json"]) == 0
+    said = capfd.readouterr()
+    found = json.loads(said.out)
+    assert found["layout"]["kv_shard"] == "sequence" and sum(found["kv_bytes"]) == PAGE * 3
+    assert "KV is split by the sequence (" in said.err and "by heads (" in said.err
+    assert main([*run, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["logits_sha256"] == found["logits_sha256"]
+    assert main([*run, *memory, "--kv-shard", "heads"]) == 2
+    assert "but the context holds 64" in capfd.readouterr().err
+    assert main([*run, "-tp", "2", "--kv-memory", str(PAGE * 4), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["layout"]["kv_shard"] == "heads"
+    assert main(["doctor", "--json", *memory, "--max-model-len", "96"]) == 0
+    assert json.loads(capfd.readouterr().out)["split"]["kv_shard"] == "sequence"

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
 from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need
-from anyshard.cli.running import Opened, context_limit, image_cache, layout_of, within_kv_memory
+from anyshard.cli.running import Opened, context_limit, image_cache, layout_of
 from anyshard.cli.screen import tell
 from anyshard.errors import CheckpointError
 from anyshard.host import size_text
@@ -210,21 +210,22 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
         limit=limit,
         is_final=True,
         free=machine.memory_free,
-    )
-    layout = opened.for_tokens(limit).layout
+    ).within_kv_memory()
+    limit = opened.limit
+    taken = opened.for_tokens(limit)
+    layout = taken.layout
     directory, _ = image_directory(config, checkpoint.sources, profile.arithmetic)
     storage = {name: place.storage for name, place in directory.items()}
     programs = [
         program(config, profile, layout, rank, storage=storage) for rank in range(layout.world)
     ]
-    limit, kv_pages = within_kv_memory(programs, split, limit)
     need = memory_need(
         checkpoint,
         programs,
         tokens=limit,
         num_seqs=split.max_num_seqs or 1,
         chunk=split.chunk,
-        kv_pages=kv_pages,
+        kv_pages=taken.kv_pages,
         comm=split.comm,
     )
     return {

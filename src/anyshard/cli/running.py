@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from anyshard.cli.memory import (
     pages_in,
 )
 from anyshard.cli.screen import Bar
-from anyshard.errors import AnyshardError, OptionError
+from anyshard.errors import AnyshardError, LayoutError, OptionError
 from anyshard.host import read_memory, size_text
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ __all__ = [
     "rank_group",
     "start_engine",
     "wait_loaded",
-    "within_kv_memory",
 ]
 
 
@@ -56,8 +55,7 @@ class Opened:
 
     `limit` is the most tokens that one of the `num_seqs` sequences in flight may hold; it
     `is_final` unless the prompts may turn out to need less. `free`: bytes of memory before anything
-    is loaded, None where the system does not say. `kv_pages`: most of --kv-memory. `record`: runs
-    are recorded, weights hashed.
+    is loaded, None where the system does not say. `record`: runs are recorded, weights hashed.
     """
 
     flags: SplitFlags
@@ -69,13 +67,21 @@ class Opened:
     limit: int
     is_final: bool
     free: int | None
-    kv_pages: int | None = None
     record: bool = False
 
     @property
     def config(self) -> ModelConfig:
         """Of the checkpoint."""
         return self.checkpoint.config
+
+    @property
+    def kv_pages(self) -> int | None:
+        """Most pages of KV that the ranks allocate, None without --kv-memory.
+
+        Raises: LayoutError if that holds not one.
+        """
+        memory = self.flags.kv_memory_bytes
+        return None if memory is None else pages_in(self.programs, memory)
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens have room."""
@@ -89,27 +95,54 @@ class Opened:
     def for_tokens(self, tokens: int) -> Opened:
         """With keys and values split by the sequence, where --kv-shard is auto and sequences of so
         many tokens have room only then. Held by: test_kv_shard.py."""
+        other = None if self._has_room(tokens) else self._by_sequence()
+        return self if other is None or not other._has_room(tokens) else other
+
+    def _by_sequence(self) -> Opened | None:
+        """That way, if --kv-shard leaves it open."""
         from anyshard.model import program
         from anyshard.stripes import STRIPES
 
         layout = self.layout
         is_open = self.flags.kv_shard == "auto" and 1 < layout.tp <= STRIPES
-        if not is_open or layout.splits_sequence or self._has_room(tokens):
+        if not is_open or layout.splits_sequence:
+            return None
+        other = replace(layout, kv_shard="sequence")
+        ranks = range(layout.world)
+        programs = tuple(program(self.config, self.profile, other, rank) for rank in ranks)
+        return replace(self, layout=other, programs=programs)
+
+    def within_kv_memory(self) -> Opened:
+        """With a limit that --kv-memory has room for, whichever way --kv-shard may take.
+
+        Raises: OptionError with both numbers where --max-model-len asks for more.
+        """
+        flags = self.flags
+        if flags.kv_memory_bytes is None:
             return self
-        by_sequence = replace(layout, kv_shard="sequence")
-        programs = tuple(
-            program(self.config, self.profile, by_sequence, rank) for rank in range(layout.world)
-        )
-        memory = self.flags.kv_memory_bytes
-        other = replace(
-            self,
-            layout=by_sequence,
-            programs=programs,
-            kv_pages=None if memory is None else pages_in(programs, memory),
-        )
-        return other if other._has_room(tokens) else self
+        other = self._by_sequence()
+        tokens = max(self._kv_tokens, 0 if other is None else other._kv_tokens)
+        if not tokens:
+            assert self.kv_pages, "raises"
+        if flags.max_model_len is not None and flags.max_model_len > tokens:
+            raise OptionError(
+                f"--max-model-len is {flags.max_model_len}, but --kv-memory {flags.kv_memory} has "
+                f"room for {tokens} tokens on these ranks"
+            )
+        return replace(self, limit=min(self.limit, tokens))
+
+    @property
+    def _kv_tokens(self) -> int:
+        """Tokens of one sequence that --kv-memory has room for: what there is without it."""
+        try:
+            pages = self.kv_pages
+        except LayoutError:
+            return 0
+        return self.limit if pages is None else pages * self.profile.kv_block
 
     def _has_room(self, tokens: int) -> bool:
+        if self.flags.kv_memory_bytes is not None and tokens > self._kv_tokens:
+            return False
         return self.free is None or self._need(tokens).total <= self.free
 
     def _need(self, tokens: int) -> MemoryNeed:
@@ -148,8 +181,6 @@ def open_model(
     programs = tuple(
         program(checkpoint.config, profile, layout, rank) for rank in range(layout.world)
     )
-    limit = context_limit(checkpoint.config, flags, default=default_len)
-    limit, kv_pages = within_kv_memory(programs, flags, limit)
     return Opened(
         flags=flags,
         checkpoint=checkpoint,
@@ -157,31 +188,11 @@ def open_model(
         layout=layout,
         programs=programs,
         num_seqs=min(flags.max_num_seqs or DEFAULT_SEQUENCES, num_prompts),
-        limit=limit,
+        limit=context_limit(checkpoint.config, flags, default=default_len),
         is_final=flags.max_model_len is not None or default_len is not None,
         free=None if memory is None else memory[1],
-        kv_pages=kv_pages,
         record=record,
-    )
-
-
-def within_kv_memory(
-    programs: Sequence[Program], flags: SplitFlags, limit: int
-) -> tuple[int, int | None]:
-    """Tokens that one sequence may hold, `limit` at most, and the pages of --kv-memory, if given.
-
-    Raises: OptionError with both numbers where --max-model-len asks for more.
-    """
-    if flags.kv_memory_bytes is None:
-        return limit, None
-    pages = pages_in(programs, flags.kv_memory_bytes)
-    tokens = pages * programs[0].profile.kv_block
-    if flags.max_model_len is not None and flags.max_model_len > tokens:
-        raise OptionError(
-            f"--max-model-len is {flags.max_model_len}, but --kv-memory {flags.kv_memory} has room "
-            f"for {tokens} tokens on these ranks"
-        )
-    return min(limit, tokens), pages
+    ).within_kv_memory()
 
 
 def _local(model: str | None, flags: SplitFlags) -> str | None:
