@@ -211,11 +211,11 @@ def full(config: ModelConfig) -> list[Cell]:
         *(_cell(split, batch=BATCH) for split in crossed),
         *(_cell(split, threads=2) for split in crossed),
         *(_cell(split, threads=2, chunk=32, batch=BATCH) for split in crossed),
-        *(_cell(split, shuffled=True, poison=True) for split in (single, *crossed)),
+        *(_cell(split, shuffled=True, poison=True) for split in (single, *crossed, *sequence[:1])),
         *(_cell(split, sampling=SEEDED) for split in seeded),
         _cell(single, chunk=32, sampling=SEEDED),
         _cell(single, batch=BATCH, sampling=SEEDED),
-        *(_cell(split, comm="torch") for split in crossed),
+        *(_cell(split, comm="torch") for split in (*crossed, *sequence[:1])),
         *(
             _cell(split, kernels=body, prompt_tokens=64, num_tokens=3, is_short=True)
             for split in pairs
