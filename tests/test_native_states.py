@@ -298,7 +298,7 @@ def test_an_empty_state_that_is_read_or_skipped_would_show(
     if bug == "skipped":
         monkeypatch.setattr(reference, "_merge", skipping)
     if bug == "read":
-        monkeypatch.setattr(reference, "_received", as_it_came)
+        monkeypatch.setattr(reference.MergeStates, "received", staticmethod(as_it_came))
     unlike = 0
     for rank, (low, high) in enumerate(case.heads):
         got, _ = case.merged(reference, None, sent, rank, rows)

@@ -37,18 +37,10 @@ class NextStripe(reference_ops.AttentionStates):
 class KeptAsItCame(reference_ops.MergeStates):
     """Values of an empty state are multiplied by zero like those of any other."""
 
-    def run(self, rows: int) -> None:
-        right = reference_ops._received
-        reference_ops._received = _with_all_its_values
-        try:
-            super().run(rows)
-        finally:
-            reference_ops._received = right
-
-
-def _with_all_its_values(part_N: F32) -> tuple[I32, F32, F32]:
-    high = np.ascontiguousarray(part_N[:, 0]).view(np.int32)
-    return high, part_N[:, 1].copy(), part_N[:, 2:].copy()
+    @staticmethod
+    def received(part_N: F32) -> tuple[I32, F32, F32]:
+        high = np.ascontiguousarray(part_N[:, 0]).view(np.int32)
+        return high, part_N[:, 1].copy(), part_N[:, 2:].copy()
 
 
 class FirstLayerBinder(AlteredOpsBinder):

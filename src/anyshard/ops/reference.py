@@ -446,7 +446,7 @@ class MergeStates:
         for source, number in zip(self.sources, self.nodes_per_source, strict=True):
             floats = rows * count * number * size
             part = source[start : start + floats].reshape(rows * count, number, size)
-            nodes += [_received(part[:, node]) for node in range(number)]
+            nodes += [self.received(part[:, node]) for node in range(number)]
         stack: list[tuple[I32, F32, F32]] = []
         bad = np.zeros(rows * count, np.bool_)
         for (high, total, o_Nd), merges in zip(nodes, self.merges, strict=True):
@@ -462,12 +462,13 @@ class MergeStates:
         bad_M = np.asarray(bad.reshape(rows, -1).any(axis=1))
         mark(self.row_fault[:rows], bad_M, self.fault_code)
 
-
-def _received(part_N: F32) -> tuple[I32, F32, F32]:
-    """A state of every (row, head), as it travelled; o of an empty one is +0, whatever it holds."""
-    high = np.ascontiguousarray(part_N[:, 0]).view(np.int32)
-    o_Nd = np.where((high == EMPTY_MAX)[:, None], np.float32(0), part_N[:, 2:])
-    return high, part_N[:, 1].copy(), o_Nd
+    @staticmethod
+    def received(part_N: F32) -> tuple[I32, F32, F32]:
+        """A state of every (row, head) as it came [N, d + 2]; o of an empty one is +0, whatever it
+        holds."""
+        high = np.ascontiguousarray(part_N[:, 0]).view(np.int32)
+        o_Nd = np.where((high == EMPTY_MAX)[:, None], np.float32(0), part_N[:, 2:])
+        return high, part_N[:, 1].copy(), o_Nd
 
 
 class RowLinear:
