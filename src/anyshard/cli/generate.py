@@ -265,8 +265,8 @@ class _Generate:
             f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
             f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s\n"
             f"{engine.layout.describe()} · heads {heads} · layers {layers} · {layout['comm']} · "
-            f"{engine.profile.name} {engine.body} x{engine.threads} · room for {engine.kv_tokens} "
-            "tokens",
+            f"room for {engine.kv_tokens} tokens · "
+            f"{engine.profile.name} {engine.body} x{engine.threads}",
             file=sys.stderr,
         )
         for index, outcome in enumerate(outcomes):
