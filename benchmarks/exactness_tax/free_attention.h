@@ -8,6 +8,7 @@
 
 #include "attention.h"
 
+constexpr ptrdiff_t kFloatBytes = sizeof(float);
 constexpr int kFewPairs = 3;        // one tile: a decode step, which reads every page once
 constexpr int kSegmentBlocks = 16;  // 512 keys; 8 are as fast, 4 and 2 slower
 
@@ -76,7 +77,7 @@ inline float soften(float* scores, size_t stride, int num_blocks, int last_visib
 // o = o * factor + probabilities * values over all pages of a segment, the sums in registers.
 template <int Pairs, int Vectors>
 struct SpanTile {
-  using Values = ValueTile<Pairs, Vectors, FloatElement, false>;
+  using Values = ValueTile<Pairs, Vectors, false>;
 
   template <int... R, int... V>
   static ANYSHARD_INLINE void run(const Segment& segment, int dim, const float* weights,
@@ -86,17 +87,17 @@ struct SpanTile {
     Vec acc[Pairs * Vectors];
     (Values::template scale_row<R>(acc, out + R * stride, broadcast(factors[R]), vectors), ...);
     for (int block = segment.start; block < segment.stop; ++block) {
-      const uint8_t* values = segment.values(block) + dim * FloatElement::kBytes;
+      const uint8_t* values = segment.values(block) + dim * kFloatBytes;
       const ptrdiff_t next = segment.next(block);
       const int count = block == segment.stop - 1 ? last_count : kBlock;
       for (int j = 0; j < count; ++j) {
-        ask<FloatElement, Vectors / 2>(values + next);
+        ask<Vectors / 2, 2>(values + next);
         const Vec w[Pairs] = {broadcast(weights[R * kBlock + j])...};
-        (Values::template vector_step<V>(
-             acc, w, FloatElement::get(values + V * kLanes * FloatElement::kBytes),
-             typename CountTo<Pairs>::type{}),
+        (Values::template vector_step<V>(acc, w,
+                                         load(reinterpret_cast<const float*>(values) + V * kLanes),
+                                         typename CountTo<Pairs>::type{}),
          ...);
-        values += head_dim * FloatElement::kBytes;
+        values += head_dim * kFloatBytes;
       }
       weights += Pairs * kBlock;
     }
@@ -120,10 +121,9 @@ inline __attribute__((noinline)) void visit_segment(const Segment& segment, cons
   const int head_dim = segment.unit.head_dim;
   const int num_blocks = segment.stop - segment.start;
   for (int block = segment.start; block < segment.stop; ++block) {
-    ScoreTile<Pairs, FloatElement, true>::run(
-        pairs, segment.keys(block), segment.next(block), head_dim,
-        scores + static_cast<size_t>(block - segment.start) * kStep,
-        typename CountTo<Pairs>::type{});
+    ScoreTile<Pairs, true>::run(pairs, segment.keys(block), segment.next(block), head_dim,
+                                scores + static_cast<size_t>(block - segment.start) * kStep,
+                                typename CountTo<Pairs>::type{});
   }
   float factors[Pairs];
   int common = kBlock;
@@ -145,9 +145,9 @@ inline __attribute__((noinline)) void visit_segment(const Segment& segment, cons
     const int rest = pairs[r].num_visible - common;
     if (rest == 0) continue;
     const float one = 1.0f;
-    add_values<1, FloatElement, false>(
-        segment.values(segment.stop - 1) + common * head_dim * FloatElement::kBytes, 0, head_dim,
-        {last + r * kBlock + common, 0}, &one, rest, out + r * stride, stride);
+    add_values<1, false>(segment.values(segment.stop - 1) + common * head_dim * kFloatBytes, 0,
+                         head_dim, last + r * kBlock + common, &one, rest, out + r * stride,
+                         stride);
   }
 }
 

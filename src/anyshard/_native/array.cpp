@@ -187,10 +187,11 @@ KvPages::KvPages(PyObject* object, const char* name, bool keys, int64_t head_dim
 void KvPages::read_row(int64_t page, int64_t kv_head, int64_t lane, float* out) const {
   const uint8_t* place = head(page, kv_head);
   for (int64_t d = 0; d < head_dim_; ++d) {
-    const int64_t at = keys_ ? d * kBlock + lane : lane * head_dim_ + d;
     if (storage_ == KvStorage::kFloat32) {
+      const int64_t at = keys_ ? d * kBlock + lane : lane * head_dim_ + d;
       std::memcpy(out + d, place + 4 * at, sizeof(float));
     } else {
+      const size_t at = keys_ ? kv_key_at(d, lane) : kv_value_at(head_dim_, d, lane);
       const uint8_t* scale = place + head_dim_ * kBlock + 2 * (d / kKvGroup * kBlock + lane);
       out[d] = static_cast<float>(static_cast<int8_t>(place[at])) * widen_half(read_half(scale));
     }

@@ -1,11 +1,12 @@
 // Attention over pages of 32 tokens: eight interleaved stripes with an integer maximum each,
-// merged by a fixed tree. K pages are [d][32] (lane = key), V pages are [32][d]; in int8 the scales
-// of each 32 dims, [d / 32][32 keys], come after them (kernels.h, KvStorage).
+// merged by a fixed tree. K pages are [d][32] (lane = key), V pages are [32][d]; those of int8 have
+// pairs of dims, or of keys, side by side (kernels.h, KvStorage).
 //
 // A state is kStateHeader floats (M as int bits, l, out-of-range flag as int bits) and o[d].
 #pragma once
 
 #include "elementary.h"
+#include "quantize.h"
 #include "tile.h"
 
 constexpr float kScoreLimit = 0x1p20f;
@@ -19,40 +20,18 @@ ANYSHARD_INLINE void write_header(float* state, StateHeader header) {
   __builtin_memcpy(state, &header, sizeof header);
 }
 
-// An element of a page as a kernel reads it: eight of them widened, how many dims have a scale of
-// their own (float32: all of them, and none), the bytes of one.
-struct FloatElement {
-  static constexpr int kBytes = 4;
-  static constexpr int kLocality = 2;  // of what is asked for: L2
-  static constexpr int kDims = kMaxHeadDim;
-  static constexpr bool kScaled = false;
-  static ANYSHARD_INLINE Vec get(const uint8_t* p) {
-    return load(reinterpret_cast<const float*>(p));
-  }
-};
-struct Int8Element {
-  static constexpr int kBytes = 1;
-  static constexpr int kLocality = 3;  // L1
-  static constexpr int kDims = kKvGroup;
-  static constexpr bool kScaled = true;
-  static ANYSHARD_INLINE Vec get(const uint8_t* p) { return load_int8(p); }
-};
-
-// Asks memory for a row of a tile; of float32 it is `Lines` cache lines, of int8 a part of one.
-template <typename Element, int Lines>
+// Of a row of a tile, which is so many cache lines, asks memory early.
+template <int Lines, int Locality>
 ANYSHARD_INLINE void ask(const uint8_t* p) {
-  __builtin_prefetch(p, 0, Element::kLocality);
-  if (Element::kBytes == 4 && Lines > 1) {
-    __builtin_prefetch(p + kLineFloats * 4, 0, Element::kLocality);
-  }
+  __builtin_prefetch(p, 0, Locality);
+  if (Lines > 1) __builtin_prefetch(p + kLineFloats * 4, 0, Locality);
 }
 
 // Scores of Pairs queries against the 32 keys of a page, and probability-weighted sums of values:
 // register tiles of pairs x vectors, indices named at compile time (see tile.h). Both ask for
-// the next page (`next` bytes on) as they go.
-template <int Pairs, typename Element, bool Asks>
+// the next page (`next` bytes on) as they go, float32 into L2, int8 into L1.
+template <int Pairs, bool Asks>
 struct ScoreTile {
-  using PairIndices = typename CountTo<Pairs>::type;
   using Tile4 = Tile<Pairs, 4>;
 
   template <int... R>
@@ -61,56 +40,30 @@ struct ScoreTile {
     constexpr typename CountTo<4>::type vectors{};
     constexpr typename CountTo<Pairs * 4>::type all{};
     const float* q[Pairs] = {pairs[R].query...};
-    const uint8_t* scales = keys + head_dim * kBlock * Element::kBytes;
-    for (int first = 0; first < head_dim; first += Element::kDims, scales += 2 * kBlock) {
-      const int rest = head_dim - first;
-      const int stop = first + (rest < Element::kDims ? rest : Element::kDims);
-      Vec acc[Pairs * 4];
-      Tile4::clear(acc, all);
-      for (int d = first; d < stop; ++d) {
-        if (Asks) ask<Element, 2>(keys + next);
-        step(acc, q, keys, d, rows, vectors);
-        keys += kBlock * Element::kBytes;
-      }
-      if (Element::kScaled) {
-        (add_scaled<R>(acc, scales, first == 0, scores, vectors), ...);
-      } else {
-        Tile4::push(acc, scores, all);
-      }
+    Vec acc[Pairs * 4];
+    Tile4::clear(acc, all);
+    for (int d = 0; d < head_dim; ++d) {
+      if (Asks) ask<2, 2>(keys + next);
+      step(acc, q, reinterpret_cast<const float*>(keys), d, rows, vectors);
+      keys += kBlock * sizeof(float);
     }
+    Tile4::push(acc, scores, all);
   }
 
   template <int... R, int... V>
   static ANYSHARD_INLINE void step(Vec (&acc)[Pairs * 4], const float* const (&q)[Pairs],
-                                   const uint8_t* keys, int d, Sequence<R...> rows,
-                                   Sequence<V...>) {
+                                   const float* keys, int d, Sequence<R...> rows, Sequence<V...>) {
     const Vec queries[Pairs] = {broadcast(q[R][d])...};
-    (vector_step<V>(acc, queries, Element::get(keys + V * kLanes * Element::kBytes), rows), ...);
+    (vector_step<V>(acc, queries, load(keys + V * kLanes), rows), ...);
   }
   template <int V, int... R>
   static ANYSHARD_INLINE void vector_step(Vec (&acc)[Pairs * 4], const Vec (&queries)[Pairs],
                                           Vec keys, Sequence<R...>) {
     ((acc[R * 4 + V] = fma(queries[R], keys, acc[R * 4 + V])), ...);
   }
-  // scores = the chain of these dims times their scale, plus what is there (first: +0).
-  template <int Row, int... V>
-  static ANYSHARD_INLINE void add_scaled(const Vec (&acc)[Pairs * 4], const uint8_t* scales,
-                                         bool first, float* scores, Sequence<V...>) {
-    float* row = scores + Row * kBlock;
-    (store(row + V * kLanes, fma(acc[Row * 4 + V], load_float16(scales + 2 * V * kLanes),
-                                 first ? zero() : load(row + V * kLanes))),
-     ...);
-  }
 };
 
-// What the values of a page are multiplied with: of pair r and dim d, w + r * 32 + (d / 32) *
-// `group` is one factor a key.
-struct ValueWeights {
-  const float* w;
-  ptrdiff_t group;
-};
-
-template <int Pairs, int Vectors, typename Element, bool Asks>
+template <int Pairs, int Vectors, bool Asks>
 struct ValueTile {
   // o[dims of the tile] = o * factor, then one chain over keys [0, count).
   template <int... R, int... V>
@@ -120,13 +73,13 @@ struct ValueTile {
     Vec acc[Pairs * Vectors];
     (scale_row<R>(acc, out + R * stride, broadcast(factors[R]), vectors), ...);
     for (int j = 0; j < count; ++j) {
-      if (Asks) ask<Element, Vectors / 2>(values + next);
+      if (Asks) ask<Vectors / 2, 2>(values + next);
       // vector by vector: sums, weights and one of values are all the registers there are
       const Vec w[Pairs] = {broadcast(weights[R * kBlock + j])...};
-      (vector_step<V>(acc, w, Element::get(values + V * kLanes * Element::kBytes),
+      (vector_step<V>(acc, w, load(reinterpret_cast<const float*>(values) + V * kLanes),
                       typename CountTo<Pairs>::type{}),
        ...);
-      values += head_dim * Element::kBytes;
+      values += head_dim * static_cast<ptrdiff_t>(sizeof(float));
     }
     (store_row<R>(acc, out + R * stride, vectors), ...);
   }
@@ -147,45 +100,179 @@ struct ValueTile {
   }
 };
 
-template <int Pairs, int Vectors, typename Element, bool Asks>
+// The same of int8 pages: sums of products of whole numbers, exact in any order, two dims of 8 keys
+// or two keys of 8 dims to an instruction.
+template <int Pairs, int Vectors>
+struct WholeTile {
+  template <int... I>
+  static ANYSHARD_INLINE void clear(IntVec (&acc)[Pairs * Vectors], Sequence<I...>) {
+    ((acc[I] = broadcast_int(0)), ...);
+  }
+  // bytes: pairs of 8 lanes, vector by vector; whole[R]: the pair that row R multiplies them with.
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void step(IntVec (&acc)[Pairs * Vectors], const uint8_t* bytes,
+                                   const int16_t* const (&whole)[Pairs], int at,
+                                   Sequence<R...> rows, Sequence<V...>) {
+    const IntVec w[Pairs] = {broadcast_pair(whole[R] + at)...};
+    (vector_step<V>(acc, w, load_byte_pairs(bytes + V * 2 * kLanes), rows), ...);
+  }
+  template <int V, int... R>
+  static ANYSHARD_INLINE void vector_step(IntVec (&acc)[Pairs * Vectors], const IntVec (&w)[Pairs],
+                                          IntVec bytes, Sequence<R...>) {
+    ((acc[R * Vectors + V] = add_int(acc[R * Vectors + V], multiply_pairs(w[R], bytes))), ...);
+  }
+};
+
+template <int Pairs, bool Asks>
+struct Int8Scores {
+  using Tile4 = WholeTile<Pairs, 4>;
+
+  template <int... R>
+  static ANYSHARD_INLINE void run(const Pair* pairs, const uint8_t* keys, ptrdiff_t next,
+                                  int head_dim, float* scores, Sequence<R...> rows) {
+    constexpr typename CountTo<4>::type vectors{};
+    const int16_t* q[Pairs] = {pairs[R].whole...};
+    const uint8_t* scales = keys + head_dim * kBlock;
+    for (int first = 0; first < head_dim; first += kKvGroup, scales += 2 * kBlock) {
+      const int stop = first + kKvGroup < head_dim ? first + kKvGroup : head_dim;
+      IntVec acc[Pairs * 4];
+      Tile4::clear(acc, typename CountTo<Pairs * 4>::type{});
+      for (int d = first; d < stop; d += 2) {
+        if (Asks) ask<1, 3>(keys + next);
+        Tile4::step(acc, keys, q, d, rows, vectors);
+        keys += 2 * kBlock;
+      }
+      const int group = first / kKvGroup;
+      (add_scaled<R>(acc, scales, broadcast(pairs[R].scales[group]), first == 0, scores, vectors),
+       ...);
+    }
+  }
+  // scores = the sum of these dims times both scales, plus what is there (first: +0).
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void add_scaled(const IntVec (&acc)[Pairs * 4], const uint8_t* scales,
+                                         Vec scale, bool first, float* scores, Sequence<V...>) {
+    float* row = scores + Row * kBlock;
+    (store(row + V * kLanes,
+           fma(to_float(acc[Row * 4 + V]), mul(scale, load_float16(scales + 2 * V * kLanes)),
+               first ? zero() : load(row + V * kLanes))),
+     ...);
+  }
+};
+
+// What the values of a page are multiplied with, of Pairs pairs and each group of dims.
+template <int Pairs>
+struct WholeWeights {
+  static constexpr int kGroups = kMaxHeadDim / kKvGroup;
+  alignas(32) int16_t whole[kGroups][Pairs][kBlock];
+  alignas(32) float scales[kGroups][kLanes];  // what one of them is worth, by pair
+};
+
+// Probabilities times the scales of V, as whole numbers: of a pair and group the largest is 32767.
+// Keys that are not seen weigh nothing, whatever their scale is. Sums below 2^-100 are nothing.
+template <int Pairs>
+inline void weigh(const Pair* pairs, bool is_last, const float* scores, const uint8_t* scales,
+                  int head_dim, WholeWeights<Pairs>& weights) {
+  for (int group = 0; group * kKvGroup < head_dim; ++group, scales += 2 * kBlock) {
+    Vec w[Pairs * 4];
+    alignas(32) int32_t tops[kLanes] = {};
+    for (int r = 0; r < Pairs; ++r) {
+      const int num_visible = is_last ? pairs[r].num_visible : kBlock;
+      IntVec highest = broadcast_int(0);
+      for (int v = 0; v < 4; ++v) {
+        Vec value =
+            mul(load(scores + r * kBlock + v * kLanes), load_float16(scales + 2 * v * kLanes));
+        if (is_last) value = select(first_lanes(num_visible - v * kLanes), value, zero());
+        w[r * 4 + v] = value;
+        highest = max_int(highest, bits(absolute(value)));
+      }
+      tops[r] = largest_int(highest);
+    }
+    const IntVec top = load_int(tops);
+    const Vec most = from_bits(top);
+    const IntVec is_finite = greater_int(broadcast_int(0x7f800000), top);
+    const IntVec is_used = and_mask(is_finite, greater_int(top, bits(broadcast(0x1p-100f))));
+    alignas(32) float factors[kLanes];
+    store(factors, select(is_used, div(broadcast(kWhole), most), zero()));
+    const Vec worth = select(is_used, div(most, broadcast(kWhole)), zero());
+    store(weights.scales[group], select(is_finite, worth, broadcast(__builtin_nanf(""))));
+    for (int r = 0; r < Pairs; ++r) {
+      int16_t* whole = weights.whole[group][r];
+      if (factors[r] == 0.0f) {
+        __builtin_memset(whole, 0, kBlock * sizeof(int16_t));
+        continue;
+      }
+      const Vec factor = broadcast(factors[r]);
+      for (int v = 0; v < 4; v += 2) {
+        store_shorts(whole + v * kLanes, to_int(mul(w[r * 4 + v], factor)),
+                     to_int(mul(w[r * 4 + v + 1], factor)));
+      }
+    }
+  }
+}
+
+template <int Pairs, int Vectors, bool Asks>
+struct Int8Values {
+  using PairTile = WholeTile<Pairs, Vectors>;
+
+  // o[dims of the tile] = o * factor, plus the sum over all keys times what one of it is worth.
+  template <int... R, int... V>
+  static ANYSHARD_INLINE void run(const uint8_t* values, ptrdiff_t next, int head_dim,
+                                  const int16_t (&whole)[Pairs][kBlock], const float* worth,
+                                  const float* factors, float* out, size_t stride,
+                                  Sequence<R...> rows, Sequence<V...> vectors) {
+    const int16_t* w[Pairs] = {whole[R]...};
+    IntVec acc[Pairs * Vectors];
+    PairTile::clear(acc, typename CountTo<Pairs * Vectors>::type{});
+    for (int j = 0; j < kBlock; j += 2) {
+      if (Asks) ask<1, 3>(values + next);
+      PairTile::step(acc, values, w, j, rows, vectors);
+      values += 2 * head_dim;
+    }
+    (add_row<R>(acc, broadcast(worth[R]), broadcast(factors[R]), out + R * stride, vectors), ...);
+  }
+  template <int Row, int... V>
+  static ANYSHARD_INLINE void add_row(const IntVec (&acc)[Pairs * Vectors], Vec worth, Vec factor,
+                                      float* out, Sequence<V...>) {
+    (store(out + V * kLanes,
+           fma(to_float(acc[Row * Vectors + V]), worth, mul(load(out + V * kLanes), factor))),
+     ...);
+  }
+};
+
+template <int Pairs, int Vectors, bool Asks>
 inline __attribute__((noinline)) void add_value_tile(const uint8_t* values, ptrdiff_t next,
                                                      int head_dim, const float* weights,
                                                      const float* factors, int count, float* out,
                                                      size_t stride) {
-  ValueTile<Pairs, Vectors, Element, Asks>::run(values, next, head_dim, weights, factors, count,
-                                                out, stride, typename CountTo<Pairs>::type{},
-                                                typename CountTo<Vectors>::type{});
+  ValueTile<Pairs, Vectors, Asks>::run(values, next, head_dim, weights, factors, count, out, stride,
+                                       typename CountTo<Pairs>::type{},
+                                       typename CountTo<Vectors>::type{});
 }
 
 // All head_dim outputs of Pairs states, four vectors of dims at a time.
-template <int Pairs, typename Element, bool Asks>
-inline void add_values(const uint8_t* values, ptrdiff_t next, int head_dim, ValueWeights weights,
+template <int Pairs, bool Asks>
+inline void add_values(const uint8_t* values, ptrdiff_t next, int head_dim, const float* weights,
                        const float* factors, int count, float* out, size_t stride) {
   int d = 0;
-  for (; d + kKvGroup <= head_dim; d += kKvGroup) {
-    add_value_tile<Pairs, 4, Element, Asks>(values + d * Element::kBytes, next, head_dim,
-                                            weights.w + d / kKvGroup * weights.group, factors,
-                                            count, out + d, stride);
+  for (; d + 32 <= head_dim; d += 32) {
+    add_value_tile<Pairs, 4, Asks>(values + d * sizeof(float), next, head_dim, weights, factors,
+                                   count, out + d, stride);
   }
   for (; d + 8 <= head_dim; d += 8) {
-    add_value_tile<Pairs, 1, Element, Asks>(values + d * Element::kBytes, next, head_dim,
-                                            weights.w + d / kKvGroup * weights.group, factors,
-                                            count, out + d, stride);
+    add_value_tile<Pairs, 1, Asks>(values + d * sizeof(float), next, head_dim, weights, factors,
+                                   count, out + d, stride);
   }
 }
 
-// scaled[group][pair][32] = probabilities times the scales of each group of a V page.
-template <int Pairs>
-inline void scale_weights(const float* scores, const uint8_t* scales, int head_dim, float* scaled) {
-  for (int first = 0; first < head_dim; first += kKvGroup, scales += 2 * kBlock) {
-    for (int v = 0; v < kBlock; v += kLanes) {
-      const Vec scale = load_float16(scales + 2 * v);
-      for (int r = 0; r < Pairs; ++r) {
-        store(scaled + r * kBlock + v, mul(load(scores + r * kBlock + v), scale));
-      }
-    }
-    scaled += Pairs * kBlock;
-  }
+template <int Pairs, int Vectors, bool Asks>
+inline __attribute__((noinline)) void add_int8_tile(const uint8_t* values, ptrdiff_t next,
+                                                    int head_dim,
+                                                    const int16_t (&whole)[Pairs][kBlock],
+                                                    const float* worth, const float* factors,
+                                                    float* out, size_t stride) {
+  Int8Values<Pairs, Vectors, Asks>::run(values, next, head_dim, whole, worth, factors, out, stride,
+                                        typename CountTo<Pairs>::type{},
+                                        typename CountTo<Vectors>::type{});
 }
 
 // scores[32] become probabilities; returns the factor for what the state held before. Whole: every
@@ -229,37 +316,55 @@ ANYSHARD_INLINE float update_header(float* scores, int num_visible, float* state
   return factor;
 }
 
-template <int Pairs, typename Element, bool Asks>
+template <int Pairs, bool Asks>
 inline __attribute__((noinline)) void score_tile(const Pair* pairs, const uint8_t* keys,
                                                  ptrdiff_t next, int head_dim, float* scores) {
-  ScoreTile<Pairs, Element, Asks>::run(pairs, keys, next, head_dim, scores,
-                                       typename CountTo<Pairs>::type{});
+  ScoreTile<Pairs, Asks>::run(pairs, keys, next, head_dim, scores, typename CountTo<Pairs>::type{});
+}
+template <int Pairs, bool Asks>
+inline __attribute__((noinline)) void int8_score_tile(const Pair* pairs, const uint8_t* keys,
+                                                      ptrdiff_t next, int head_dim, float* scores) {
+  Int8Scores<Pairs, Asks>::run(pairs, keys, next, head_dim, scores,
+                               typename CountTo<Pairs>::type{});
 }
 
 // o of Pairs pairs: what the page adds, the keys that all of them see first.
-template <int Pairs, typename Element, bool Asks>
+template <int Pairs, bool Asks>
 inline void value_tile(const Pair* pairs, bool is_last, const uint8_t* values, ptrdiff_t next,
                        int head_dim, const float* scores, const float* factors, float* states,
                        size_t stride) {
-  alignas(32) float scaled[Element::kScaled ? Pairs * kBlock * kMaxHeadDim / kKvGroup : 1];
   int common = kBlock;
   for (int r = 0; is_last && r < Pairs; ++r) {
     if (pairs[r].num_visible < common) common = pairs[r].num_visible;
   }
-  ValueWeights weights{scores, 0};
-  if (Element::kScaled) {
-    scale_weights<Pairs>(scores, values + head_dim * kBlock * Element::kBytes, head_dim, scaled);
-    weights = {scaled, Pairs * kBlock};
-  }
   float* out = states + kStateHeader;
-  add_values<Pairs, Element, Asks>(values, next, head_dim, weights, factors, common, out, stride);
+  add_values<Pairs, Asks>(values, next, head_dim, scores, factors, common, out, stride);
   for (int r = 0; is_last && r < Pairs; ++r) {
     const int rest = pairs[r].num_visible - common;
     if (rest == 0) continue;
     const float one = 1.0f;  // o * 1 keeps the bits: the chain goes on
-    add_values<1, Element, false>(values + common * head_dim * Element::kBytes, 0, head_dim,
-                                  {weights.w + r * kBlock + common, weights.group}, &one, rest,
-                                  out + r * stride, stride);
+    add_values<1, false>(values + static_cast<size_t>(common * head_dim) * sizeof(float), 0,
+                         head_dim, scores + r * kBlock + common, &one, rest, out + r * stride,
+                         stride);
+  }
+}
+template <int Pairs, bool Asks>
+inline void int8_value_tile(const Pair* pairs, bool is_last, const uint8_t* values, ptrdiff_t next,
+                            int head_dim, const float* scores, const float* factors, float* states,
+                            size_t stride) {
+  WholeWeights<Pairs> weights;
+  weigh<Pairs>(pairs, is_last, scores, values + head_dim * kBlock, head_dim, weights);
+  float* out = states + kStateHeader;
+  int d = 0;
+  for (; d + kKvGroup <= head_dim; d += kKvGroup) {
+    const int group = d / kKvGroup;
+    add_int8_tile<Pairs, 4, Asks>(values + 2 * d, next, head_dim, weights.whole[group],
+                                  weights.scales[group], factors, out + d, stride);
+  }
+  for (; d < head_dim; d += kLanes) {
+    const int group = d / kKvGroup;
+    add_int8_tile<Pairs, 1, Asks>(values + 2 * d, next, head_dim, weights.whole[group],
+                                  weights.scales[group], factors, out + d, stride);
   }
 }
 
@@ -268,21 +373,19 @@ using ValueFunction = void (*)(const Pair*, bool, const uint8_t*, ptrdiff_t, int
                                const float*, float*, size_t);
 
 // [pairs - 1]
-template <typename Element, bool Asks>
-struct Visits {
-  static constexpr ScoreFunction kScores[3] = {
-      score_tile<1, Element, Asks>, score_tile<2, Element, Asks>, score_tile<3, Element, Asks>};
-  static constexpr ValueFunction kValues[3] = {
-      value_tile<1, Element, Asks>, value_tile<2, Element, Asks>, value_tile<3, Element, Asks>};
-};
 struct VisitFunctions {
-  const ScoreFunction* scores;
-  const ValueFunction* values;
+  ScoreFunction scores[3];
+  ValueFunction values[3];
 };
-template <typename Element, bool Asks>
-inline VisitFunctions visits_of() {
-  return {Visits<Element, Asks>::kScores, Visits<Element, Asks>::kValues};
-}
+template <bool Asks>
+struct Visits {
+  static constexpr VisitFunctions kFloat = {
+      {score_tile<1, Asks>, score_tile<2, Asks>, score_tile<3, Asks>},
+      {value_tile<1, Asks>, value_tile<2, Asks>, value_tile<3, Asks>}};
+  static constexpr VisitFunctions kInt8 = {
+      {int8_score_tile<1, Asks>, int8_score_tile<2, Asks>, int8_score_tile<3, Asks>},
+      {int8_value_tile<1, Asks>, int8_value_tile<2, Asks>, int8_value_tile<3, Asks>}};
+};
 
 // From a page to that of a later block, asked for while this one is computed: 0 where there is
 // none.
@@ -306,10 +409,10 @@ inline void visit_block(const AttentionUnit* units, int num_units, int block, pt
   const auto at = [block](const AttentionUnit& unit) {
     return static_cast<size_t>(unit.pages[block]) * unit.page_stride;
   };
-  const auto visits = [&](int r) {
+  const auto visits = [&](int r) -> const VisitFunctions& {
     const bool asks = r == 0 && next != 0;
-    if (is_int8) return asks ? visits_of<Int8Element, true>() : visits_of<Int8Element, false>();
-    return asks ? visits_of<FloatElement, true>() : visits_of<FloatElement, false>();
+    if (is_int8) return asks ? Visits<true>::kInt8 : Visits<false>::kInt8;
+    return asks ? Visits<true>::kFloat : Visits<false>::kFloat;
   };
   const auto tile = [](const AttentionUnit& unit, int r) {
     return unit.num_pairs - r < 3 ? unit.num_pairs - r : 3;

@@ -68,8 +68,8 @@ Attention::Attention(Pool& pool, const Arguments& a)
   require(queries_.front().size(1) == out_.size(1), "q and out have different widths");
   require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
   const size_t states = kMaxPairs * state_floats_;
-  pool.reserve(stripe_units_ * kStripes * states,
-               std::max(kOpenStates * states, kStripes * sweep_floats()));
+  reserve(stripe_units_ * kStripes * states,
+          std::max(kOpenStates * states, kStripes * sweep_floats()));
 }
 
 void AttentionUnits::list_units(int rows) {
@@ -90,7 +90,25 @@ void AttentionUnits::list_units(int rows) {
   }
 }
 
-AttentionUnit AttentionUnits::describe(const Unit& unit) const {
+namespace {
+
+// Of a query as whole numbers: int16 of whole groups, then the scales of up to eight groups.
+size_t whole_floats(int head_dim) {
+  const int groups = (head_dim + kKvGroup - 1) / kKvGroup;
+  return static_cast<size_t>(groups) * kKvGroup / 2 + kMaxHeadDim / kKvGroup;
+}
+
+}  // namespace
+
+void AttentionUnits::reserve(size_t common, size_t own) {
+  queries_at_ = whole_lines(own);
+  const bool is_int8 = k_cache_.storage() == KvStorage::kInt8;
+  pool_.reserve(common,
+                queries_at_ + (is_int8 ? kSweepUnits * kMaxPairs * whole_floats(head_dim_) : 0));
+}
+
+AttentionUnit AttentionUnits::describe(const Thread& thread, const Unit& unit,
+                                       size_t number) const {
   AttentionUnit result;
   const int64_t kv_head = kv_head_of_.ints()[unit.head_start];
   result.k_head = k_cache_.head(0, kv_head);
@@ -105,7 +123,18 @@ AttentionUnit AttentionUnits::describe(const Unit& unit) const {
     for (int head = unit.head_start; head < unit.head_stop; ++head) {
       const HeadQueries& of_head = heads_[static_cast<size_t>(head)];
       const float* query = of_head.row_0 + static_cast<size_t>(row) * of_head.stride;
-      result.pairs[result.num_pairs++] = {query, paged_.position(row) % kBlock + 1};
+      Pair& pair = result.pairs[result.num_pairs];
+      pair = {query, paged_.position(row) % kBlock + 1, nullptr, nullptr};
+      if (result.storage == KvStorage::kInt8) {
+        const size_t place = number * kMaxPairs + static_cast<size_t>(result.num_pairs);
+        float* mine = thread.own + queries_at_ + place * whole_floats(head_dim_);
+        float* scales = mine + whole_floats(head_dim_) - kMaxHeadDim / kKvGroup;
+        int16_t* whole = reinterpret_cast<int16_t*>(mine);
+        thread.kernels.quantize_query(query, head_dim_, whole, scales);
+        pair.whole = whole;
+        pair.scales = scales;
+      }
+      ++result.num_pairs;
     }
   }
   return result;
@@ -181,7 +210,7 @@ void Attention::run(int rows) {
 void Attention::run_unit(const Thread& thread, const Unit& unit) const {
   const Kernels& kernels = thread.kernels;
   float* states = thread.own;
-  const AttentionUnit description = describe(unit);
+  const AttentionUnit description = describe(thread, unit);
   const size_t set = static_cast<size_t>(description.num_pairs) * state_floats_;
   size_t top = 0;
   for (int stripe = 0; stripe < kStripes; ++stripe) {
@@ -212,7 +241,7 @@ AttentionUnits::Swept AttentionUnits::sweep(const Thread& thread, size_t first, 
   Swept swept;
   float* free = thread.own;
   for (size_t i = 0; i < count; ++i) {
-    units[i] = describe(units_[first + i * step]);
+    units[i] = describe(thread, units_[first + i * step], i);
     swept.sets[i] = static_cast<size_t>(units[i].num_pairs) * state_floats_;
     swept.states[i] = free;
     free += static_cast<size_t>(stripes.size()) * swept.sets[i];
@@ -273,10 +302,10 @@ void AttentionUnits::run_stripe(const Thread& thread, size_t first, size_t step,
     return thread.common +
            (unit * static_cast<size_t>(num_places) + static_cast<size_t>(place)) * set;
   };
-  const AttentionUnit description = describe(units_[first]);
+  const AttentionUnit description = describe(thread, units_[first]);
   if (first + step >= num_units_ || stripe_of(stripe) > description.last_block) {
     for (size_t unit = first; unit < num_units_; unit += step) {
-      kernels.attention_stripe(describe(units_[unit]), stripe, states(unit));
+      kernels.attention_stripe(describe(thread, units_[unit]), stripe, states(unit));
     }
     return;
   }
@@ -285,7 +314,7 @@ void AttentionUnits::run_stripe(const Thread& thread, size_t first, size_t step,
     float* here[kSweepUnits];
     int count = 0;
     for (size_t unit = first; unit < num_units_ && count < kSweepUnits; ++count) {
-      units[count] = describe(units_[unit]);
+      units[count] = describe(thread, units_[unit], static_cast<size_t>(count));
       here[count] = states(unit);
       unit += step;
     }

@@ -61,7 +61,7 @@ AttentionStates::AttentionStates(Pool& pool, const std::vector<PyObject*>& queri
                                                            " are needed");
   const size_t stripes = static_cast<size_t>(stripes_.size());
   const size_t states = stripes * kMaxPairs * state_floats_;
-  pool.reserve(stripe_units_ * states, std::max(states, stripes * sweep_floats()));
+  reserve(stripe_units_ * states, std::max(states, stripes * sweep_floats()));
 }
 
 void AttentionStates::run(int rows) {
@@ -107,7 +107,7 @@ void AttentionStates::run(int rows) {
 
 void AttentionStates::run_unit(const Thread& thread, const Unit& unit, int rows) const {
   const Kernels& kernels = thread.kernels;
-  const AttentionUnit description = describe(unit);
+  const AttentionUnit description = describe(thread, unit);
   const size_t set = static_cast<size_t>(description.num_pairs) * state_floats_;
   float* top = thread.own;  // after the newest state
   for (int stripe = stripes_.first; stripe < stripes_.stop; ++stripe) {

@@ -14,6 +14,6 @@
 #include "widen.h"
 
 constexpr Kernels kTable = {
-    norm,     quantize,         quantize_group,  linear,          linear_int8,      silu_product,
-    rope,     attention_stripe, attention_block, attention_merge, attention_finish, reduce,
-    exp_into, argmax,           gumbel_argmax,   digest,          digest_panel};
+    norm,         quantize, quantize_group,   quantize_query,  linear,          linear_int8,
+    silu_product, rope,     attention_stripe, attention_block, attention_merge, attention_finish,
+    reduce,       exp_into, argmax,           gumbel_argmax,   digest,          digest_panel};

@@ -131,8 +131,17 @@ struct Rope {
 // How K and V lie in a page of one KV head; the rows of a page hold a dim of all its keys (K), or a
 // key (V).
 //   kFloat32: K [d][32], V [32][d]
-//   kInt8: int8 of the same shapes, then float16 scales [d / kKvGroup, rounded up][32 keys]
+//   kInt8: K [d / 2][32][2], V [16][d][2] of int8, so that what a product of pairs takes lies side
+//   by side, then float16 scales [d / kKvGroup, rounded up][32 keys]
 enum class KvStorage { kFloat32, kInt8 };
+
+// Where element d of key `lane` lies in an int8 page, in bytes from its start.
+inline size_t kv_key_at(int64_t d, int64_t lane) {
+  return static_cast<size_t>(d / 2 * 2 * kBlock + 2 * lane + d % 2);
+}
+inline size_t kv_value_at(int64_t head_dim, int64_t d, int64_t lane) {
+  return static_cast<size_t>(lane / 2 * 2 * head_dim + 2 * d + lane % 2);
+}
 
 // Bytes of a page of one KV head.
 inline size_t kv_page_bytes(KvStorage storage, int64_t head_dim) {
@@ -143,8 +152,10 @@ inline size_t kv_page_bytes(KvStorage storage, int64_t head_dim) {
 
 // One (row, query head) of an attention unit.
 struct Pair {
-  const float* query;  // [d], scaled by log2(e)/sqrt(d)
-  int num_visible;     // keys of the last block that this row sees, 1..32
+  const float* query;    // [d], scaled by log2(e)/sqrt(d)
+  int num_visible;       // keys of the last block that this row sees, 1..32
+  const int16_t* whole;  // over int8 pages: query by groups of kKvGroup as whole numbers,
+  const float* scales;   // and what one of them is worth, [d / kKvGroup, rounded up]
 };
 
 // Rows of one sequence with the same last block, and query heads of one KV head.
@@ -182,6 +193,8 @@ struct Kernels {
   // Up to kKvGroup floats as an int8 page holds them: q[kKvGroup], zeros past `count`; returns the
   // float16 scale.
   uint32_t (*quantize_group)(const float* x, int count, uint8_t* q);
+  // A query as int8 pages want it: see Pair.
+  void (*quantize_query)(const float* query, int head_dim, int16_t* whole, float* scales);
   // Rows x panels [panel_start, panel_stop). scratch: linear_scratch() floats.
   void (*linear)(const Linear&, const float* x, size_t x_stride, int num_rows, int panel_start,
                  int panel_stop, const Target&, float* scratch);

@@ -228,8 +228,7 @@ void Qkv::store_key(const Kernels& kernels, int64_t page, int head, int lane,
     uint8_t q[kKvGroup];
     const int count = std::min(kKvGroup, head_dim_ - d);
     write_half(scales, kernels.quantize_group(key + d, count, q));
-    for (int i = 0; i < count; ++i)
-      place[product(d + i, kBlock) + static_cast<size_t>(lane)] = q[i];
+    for (int i = 0; i < count; ++i) place[kv_key_at(d + i, lane)] = q[i];
   }
 }
 
@@ -245,7 +244,7 @@ void Qkv::store_value(const Kernels& kernels, int64_t page, int head, int lane,
     uint8_t q[kKvGroup];
     const int count = std::min(kKvGroup, head_dim_ - d);
     write_half(scales, kernels.quantize_group(value + d, count, q));
-    std::copy_n(q, count, place + product(lane, head_dim_) + d);
+    for (int i = 0; i < count; ++i) place[kv_value_at(head_dim_, d + i, lane)] = q[i];
   }
 }
 

@@ -113,7 +113,11 @@ class AttentionUnits : public Op {
   void list_units(int rows);
   int num_pairs() const;  // of all units
   bool splits_stripes() const;
-  AttentionUnit describe(const Unit& unit) const;
+  // What kernels want of a unit; its queries as whole numbers in place `number`, 0 to kSweepUnits,
+  // of a thread's own scratch, where pages are int8.
+  AttentionUnit describe(const Thread& thread, const Unit& unit, size_t number = 0) const;
+  // As the pool's, and room for those queries.
+  void reserve(size_t common, size_t own);
   void run_stripe(const Thread& thread, size_t first, size_t step, int stripe, int place,
                   int num_places) const;
   // Of each unit its states in a thread's own scratch, stripe by stripe, `set` floats apart.
@@ -139,6 +143,7 @@ class AttentionUnits : public Op {
   PagedRows paged_;
   Array kv_head_of_;
   size_t state_floats_;
+  size_t queries_at_ = 0;  // floats of a thread's own scratch before those queries
   // Of a head: row r's query is at `row_0` + r * stride.
   struct HeadQueries {
     const float* row_0;

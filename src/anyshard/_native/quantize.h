@@ -19,29 +19,33 @@ inline QuantizedRow quantized_row(const float* row, int num_leaves) {
           leaves * static_cast<ptrdiff_t>(kQ8Inputs + 2 * sizeof(float)), scales, scales + leaves};
 }
 
-// q = rint(x / scale) of whole vectors, clamped to +-127.
+// q = rint(x / scale) of whole vectors, clamped to +-limit.
 template <int Vectors>
-ANYSHARD_INLINE void round_to_bytes(const Vec (&value)[Vectors], float scale,
-                                    IntVec (&q)[Vectors]) {
-  const IntVec most = broadcast_int(127);
-  const IntVec least = broadcast_int(-127);
+ANYSHARD_INLINE void round_to(const Vec (&value)[Vectors], float scale, int32_t limit,
+                              IntVec (&q)[Vectors]) {
+  const IntVec most = broadcast_int(limit);
+  const IntVec least = broadcast_int(-limit);
   const Vec divisor = broadcast(scale);
   for (int v = 0; v < Vectors; ++v) {
     q[v] = max_int(min_int(to_int(div(value[v], divisor)), most), least);
   }
 }
 
-// Up to 32 floats, zeros past `count`; returns a 127th of the largest magnitude, NaN where that is
-// an infinity or NaN.
+// Up to 32 floats, zeros past `count`; returns the bits of the largest magnitude, which as integers
+// have NaN above infinity.
 template <int Vectors>
-ANYSHARD_INLINE float read_group(const float* x, int count, Vec (&value)[Vectors]) {
+ANYSHARD_INLINE int32_t read_group(const float* x, int count, Vec (&value)[Vectors]) {
   IntVec highest = broadcast_int(0);
   for (int v = 0; v < Vectors; ++v) {
     const int rest = count - v * kLanes;
     value[v] = rest >= kLanes ? load(x + v * kLanes) : load_partial(x + v * kLanes, rest);
-    highest = max_int(highest, bits(absolute(value[v])));  // as integers NaN is above infinity
+    highest = max_int(highest, bits(absolute(value[v])));
   }
-  const int32_t top = largest_int(highest);
+  return largest_int(highest);
+}
+
+// A 127th of it; NaN where it is an infinity or NaN.
+ANYSHARD_INLINE float scale_of(int32_t top) {
   float magnitude;
   __builtin_memcpy(&magnitude, &top, sizeof magnitude);
   return top < 0x7f800000 ? magnitude / 127.0f : __builtin_nanf("");
@@ -57,7 +61,7 @@ inline QuantizedLeaf quantize_leaf(const float* x, int count, uint8_t* values,
                                    uint8_t* magnitudes) {
   constexpr int kVectors = kQ8Inputs / kLanes;
   Vec value[kVectors];
-  const float scale = read_group(x, count, value);
+  const float scale = scale_of(read_group(x, count, value));
   const bool finite = scale == scale;
   if (!finite || scale == 0.0f) {
     __builtin_memset(values, 0, kQ8Inputs);
@@ -65,7 +69,7 @@ inline QuantizedLeaf quantize_leaf(const float* x, int count, uint8_t* values,
     return {scale, 0};
   }
   IntVec q[kVectors];
-  round_to_bytes(value, scale, q);
+  round_to(value, scale, 127, q);
   store_bytes(values, q[0], q[1], q[2], q[3]);
   store_bytes(magnitudes, absolute_int(q[0]), absolute_int(q[1]), absolute_int(q[2]),
               absolute_int(q[3]));
@@ -93,14 +97,41 @@ inline uint32_t quantize_group(const float* x, int count, uint8_t* q) {
   constexpr int kVectors = kKvGroup / kLanes;
   constexpr uint32_t kNanHalf = 0x7e00;
   Vec value[kVectors];
-  const float wanted = read_group(x, count, value);
+  const float wanted = scale_of(read_group(x, count, value));
   const uint32_t half = wanted == wanted ? float16_bits(wanted) : kNanHalf;
   if (half == 0 || half >= 0x7c00) {
     __builtin_memset(q, 0, kKvGroup);
     return half == 0 ? 0 : kNanHalf;
   }
   IntVec rounded[kVectors];
-  round_to_bytes(value, float16_value(half), rounded);
+  round_to(value, float16_value(half), 127, rounded);
   store_bytes(q, rounded[0], rounded[1], rounded[2], rounded[3]);
   return half;
+}
+
+constexpr float kWhole = 32767.0f;  // of what is multiplied with int8 K and V
+
+// A query by groups of kKvGroup dims: scale = largest magnitude / 32767, whole = rint(query /
+// scale). A group that is not finite has the scale NaN, so that its scores show it.
+inline void quantize_query(const float* query, int head_dim, int16_t* whole, float* scales) {
+  constexpr int kVectors = kKvGroup / kLanes;
+  for (int first = 0; first < head_dim; first += kKvGroup, ++scales) {
+    const int rest = head_dim - first;
+    Vec value[kVectors];
+    const int32_t top = read_group(query + first, rest < kKvGroup ? rest : kKvGroup, value);
+    float magnitude;
+    __builtin_memcpy(&magnitude, &top, sizeof magnitude);
+    const bool finite = top < 0x7f800000;
+    *scales = finite ? magnitude / kWhole : __builtin_nanf("");
+    IntVec q[kVectors];
+    if (finite && *scales > 0.0f) {
+      round_to(value, *scales, static_cast<int32_t>(kWhole), q);
+    } else {
+      for (int v = 0; v < kVectors; ++v) q[v] = broadcast_int(0);
+    }
+    for (int v = 0; v < kVectors; v += 2) {
+      if (first + v * kLanes >= head_dim) break;  // the buffer has room for whole groups of 16
+      store_shorts(whole + first + v * kLanes, q[v], q[v + 1]);
+    }
+  }
 }

@@ -22,10 +22,21 @@ ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
-// Eight int8, exact.
-ANYSHARD_INLINE Vec load_int8(const uint8_t* p) {
-  return _mm256_cvtepi32_ps(
-      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+// Pairs of 16-bit integers in the lanes: 16 int8 widened, one pair in all lanes, and the sum of
+// both products of each lane, which must fit.
+ANYSHARD_INLINE IntVec load_byte_pairs(const uint8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+ANYSHARD_INLINE IntVec broadcast_pair(const int16_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return _mm256_set1_epi32(word);
+}
+ANYSHARD_INLINE IntVec multiply_pairs(IntVec a, IntVec b) { return _mm256_madd_epi16(a, b); }
+// 16 lanes of a, then b, as int16; each is within it.
+ANYSHARD_INLINE void store_shorts(int16_t* p, IntVec a, IntVec b) {
+  const __m256i mixed = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), mixed);
 }
 // The nearest 16-bit float, even on ties, an infinity where it is too large; and its value.
 ANYSHARD_INLINE uint32_t float16_bits(float a) {

@@ -49,9 +49,27 @@ ANYSHARD_INLINE Vec load_float16(const uint8_t* p) {
 ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   ANYSHARD_EACH(Vec, widen_bfloat(read_half(p + 2 * i)));
 }
-// Eight int8, exact.
-ANYSHARD_INLINE Vec load_int8(const uint8_t* p) {
-  ANYSHARD_EACH(Vec, static_cast<float>(static_cast<int8_t>(p[i])));
+// Pairs of 16-bit integers in the lanes: 16 int8 widened, one pair in all lanes, and the sum of
+// both products of each lane, which must fit.
+ANYSHARD_INLINE int32_t pair_of(int32_t low, int32_t high) {
+  return wrap((word(low) & 0xffffu) | word(high) << 16);
+}
+ANYSHARD_INLINE int32_t low_of(int32_t pair) { return static_cast<int16_t>(word(pair) & 0xffffu); }
+ANYSHARD_INLINE int32_t high_of(int32_t pair) { return static_cast<int16_t>(word(pair) >> 16); }
+ANYSHARD_INLINE IntVec load_byte_pairs(const uint8_t* p) {
+  ANYSHARD_EACH(IntVec, pair_of(static_cast<int8_t>(p[2 * i]), static_cast<int8_t>(p[2 * i + 1])));
+}
+ANYSHARD_INLINE IntVec broadcast_pair(const int16_t* p) {
+  ANYSHARD_EACH(IntVec, (static_cast<void>(i), pair_of(p[0], p[1])));
+}
+ANYSHARD_INLINE IntVec multiply_pairs(IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec,
+                low_of(a.lane[i]) * low_of(b.lane[i]) + high_of(a.lane[i]) * high_of(b.lane[i]));
+}
+// 16 lanes of a, then b, as int16; each is within it.
+ANYSHARD_INLINE void store_shorts(int16_t* p, IntVec a, IntVec b) {
+  for (int i = 0; i < 8; ++i) p[i] = static_cast<int16_t>(a.lane[i]);
+  for (int i = 0; i < 8; ++i) p[i + 8] = static_cast<int16_t>(b.lane[i]);
 }
 // The nearest 16-bit float, even on ties, an infinity where it is too large; and its value.
 ANYSHARD_INLINE uint32_t float16_bits(float a) { return narrow_half(a); }
