@@ -22,6 +22,7 @@ from test_stored import HELD
 from anyshard.binder import Binder
 from anyshard.config import ModelConfig
 from anyshard.model import Op, Weight, program
+from anyshard.ops.kv_pages import packed_row, unpack_row
 from anyshard.verify.cells import Cell
 from anyshard.verify.naive import rank_body
 from anyshard.verify.points import Target
@@ -173,16 +174,18 @@ class CorruptedBefore(Binder):
         w: Any = self.w
         if op.layer != 1 or op.kind not in ("qkv", "attention") or w.program.tp_index != 1:
             return run
-        row = w.kv.keys(1)[0, :, : w.config.head_dim, 3]
+        pages = w.kv.keys(1)
 
         def around(rows: int) -> None:
             mine = 3 in w.positions[:rows]
             if op.kind == "attention" and mine:
-                row[:] = w.right
+                unpack_row(pages, 0, 3, w.right, keys=True)
             run(rows)
             if mine:
-                w.right = row.copy()
-                row[:] += 1
+                w.right = packed_row(pages, 0, 3, keys=True)
+                wrong = w.right.copy()
+                wrong[:, : w.config.head_dim] += 1
+                unpack_row(pages, 0, 3, wrong, keys=True)
 
         return around
 

@@ -78,7 +78,7 @@ def test_against_float64_it_is_reported_and_not_judged(capfd: Capture, model: Pa
     assert report.manifest.profile == "f32+kv8" and report.passed is None
     found = {each.point: each.relative_error or 0 for each in report.ops}
     assert found["v"] > 1e-3, "int8 was not in it"
-    assert found["attention"] < 1e-5, "attention over what is stored is exact"
+    assert found["attention"] < 1e-4, "queries and weights of 16 bits are all that is lost"
 
 
 def test_an_unknown_type_is_refused(capfd: Capture) -> None:

@@ -119,7 +119,7 @@ struct WholeTile {
   template <int V, int... R>
   static ANYSHARD_INLINE void vector_step(IntVec (&acc)[Pairs * Vectors], const IntVec (&w)[Pairs],
                                           IntVec bytes, Sequence<R...>) {
-    ((acc[R * Vectors + V] = add_int(acc[R * Vectors + V], multiply_pairs(w[R], bytes))), ...);
+    ((acc[R * Vectors + V] = add_pairs(acc[R * Vectors + V], w[R], bytes)), ...);
   }
 };
 

@@ -1,10 +1,11 @@
-// Int8 linears for AVX-512 VNNI, in vectors of 256 bits: one instruction where AVX2 takes four. All
-// other kernels are AVX2's; wider vectors have not been tried.
+// Int8 linears and attention for AVX-512 VNNI, in vectors of 256 bits: one instruction where AVX2
+// takes four, or two. All other kernels are AVX2's; wider vectors have not been tried.
 #include <immintrin.h>
 
 #include <cstddef>
 #include <cstdint>
 
+#include "coefficients.h"
 #include "kernels.h"
 
 namespace anyshard {
@@ -12,10 +13,13 @@ namespace vnni_body {
 namespace {
 #include "vec_avx2.h"
 //
+#include "attention.h"
 #include "int8.h"
 
 Kernels with_int8(Kernels kernels) {
   kernels.linear_int8 = linear_int8;
+  kernels.attention_stripe = attention_stripe;
+  kernels.attention_block = attention_block;
   return kernels;
 }
 }  // namespace

@@ -22,8 +22,8 @@ ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
-// Pairs of 16-bit integers in the lanes: 16 int8 widened, one pair in all lanes, and the sum of
-// both products of each lane, which must fit.
+// Pairs of 16-bit integers in the lanes: 16 int8 widened; one pair in all lanes; a sum and both
+// products of each lane, which must fit.
 ANYSHARD_INLINE IntVec load_byte_pairs(const uint8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -32,7 +32,17 @@ ANYSHARD_INLINE IntVec broadcast_pair(const int16_t* p) {
   __builtin_memcpy(&word, p, sizeof word);
   return _mm256_set1_epi32(word);
 }
-ANYSHARD_INLINE IntVec multiply_pairs(IntVec a, IntVec b) { return _mm256_madd_epi16(a, b); }
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+ANYSHARD_INLINE IntVec add_pairs(IntVec sum, IntVec a, IntVec b) {
+  return _mm256_dpwssd_epi32(sum, a, b);
+}
+#else
+ANYSHARD_INLINE IntVec add_pairs(IntVec sum, IntVec a, IntVec b) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  asm volatile("" : "+x"(sum));  // gcc 12 makes all products first, and has no registers for them
+  return sum;
+}
+#endif
 // 16 lanes of a, then b, as int16; each is within it.
 ANYSHARD_INLINE void store_shorts(int16_t* p, IntVec a, IntVec b) {
   const __m256i mixed = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);

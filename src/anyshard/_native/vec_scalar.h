@@ -49,8 +49,8 @@ ANYSHARD_INLINE Vec load_float16(const uint8_t* p) {
 ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   ANYSHARD_EACH(Vec, widen_bfloat(read_half(p + 2 * i)));
 }
-// Pairs of 16-bit integers in the lanes: 16 int8 widened, one pair in all lanes, and the sum of
-// both products of each lane, which must fit.
+// Pairs of 16-bit integers in the lanes: 16 int8 widened; one pair in all lanes; a sum and both
+// products of each lane, which must fit.
 ANYSHARD_INLINE int32_t pair_of(int32_t low, int32_t high) {
   return wrap((word(low) & 0xffffu) | word(high) << 16);
 }
@@ -62,9 +62,9 @@ ANYSHARD_INLINE IntVec load_byte_pairs(const uint8_t* p) {
 ANYSHARD_INLINE IntVec broadcast_pair(const int16_t* p) {
   ANYSHARD_EACH(IntVec, (static_cast<void>(i), pair_of(p[0], p[1])));
 }
-ANYSHARD_INLINE IntVec multiply_pairs(IntVec a, IntVec b) {
-  ANYSHARD_EACH(IntVec,
-                low_of(a.lane[i]) * low_of(b.lane[i]) + high_of(a.lane[i]) * high_of(b.lane[i]));
+ANYSHARD_INLINE IntVec add_pairs(IntVec sum, IntVec a, IntVec b) {
+  ANYSHARD_EACH(IntVec, sum.lane[i] + low_of(a.lane[i]) * low_of(b.lane[i]) +
+                            high_of(a.lane[i]) * high_of(b.lane[i]));
 }
 // 16 lanes of a, then b, as int16; each is within it.
 ANYSHARD_INLINE void store_shorts(int16_t* p, IntVec a, IntVec b) {

@@ -31,7 +31,7 @@ from anyshard.ops.exact import (
     pow2,
     silu,
 )
-from anyshard.ops.kv_pages import KV_GROUP, Pages, scores, split_page, store_row
+from anyshard.ops.kv_pages import Pages, add_values, scores, split_page, store_row
 from anyshard.ops.quant import int8_nodes
 from anyshard.ops.storage import Panels, unpack, unpack_blocks
 from anyshard.stripes import STRIPES, stripe_of
@@ -325,13 +325,7 @@ class Attention:
         p[:, :visible] = exp2(score - new_high.astype(np.float32)[:, None])
         factor = pow2(high - new_high)
         total = (total * factor) + halving_tree(p)
-        out = out * factor[:, None]
-        for j in range(visible):
-            weight = p[:, j, None]
-            if v_scale_HgJ is not None:  # one a group of dims
-                scaled = weight * v_scale_HgJ[:, :, j]
-                weight = np.repeat(scaled, KV_GROUP, axis=1)[:, : self.head_dim]
-            out = fma32(weight, v_HJd[:, j], out)
+        out = add_values(out * factor[:, None], p[:, :visible], v_HJd, v_scale_HgJ)
         return new_high, total, out
 
 
