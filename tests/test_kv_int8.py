@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from models import MODELS
 from native_cases import BODIES, F32, differing, floats, ints, native, needs_native, panels, pool
 from native_cases import leaves as sum_of
 
+from anyshard.engine import profile_of
+from anyshard.kv import KvCache
 from anyshard.ops import reference
 from anyshard.ops.digest import digest_keys, digest_of
 from anyshard.ops.kv_pages import (
@@ -19,6 +23,7 @@ from anyshard.ops.kv_pages import (
     quantize_groups,
     store_row,
     unpack_row,
+    whole_query,
     widened_row,
 )
 
@@ -294,6 +299,64 @@ def test_a_row_that_is_not_finite_spoils_only_those_that_see_it(body: str, which
     assert np.isnan(got[1]).all()
     assert faults.tolist() == ([0, 9, 0] if keys else [0, 0, 0])  # of a value the next norm tells
     assert differing(got[[0, 2]], clean[[0, 2]]) == 0
+
+
+@needs_native
+@pytest.mark.parametrize("body", BODIES)
+def test_queries_at_the_ends_of_float32(body: str) -> None:
+    """Zero, subnormal (whose coarse unit would make 35742 of the largest), small, not finite."""
+    case = looking(40, ints(0, 0, 0, 0, 0), ints(70), ints(0), seed=8)
+    q_Hd = case["q"].reshape(5, 40)
+    q_Hd[0] = 0
+    q_Hd[1] *= np.float32(1.0908 * 2.0**-132) / np.abs(q_Hd[1]).max()
+    q_Hd[2] *= np.float32(2.0**-20)
+    q_Hd[3, 33] = np.nan
+    q_Hd[4, 2] = -np.inf
+    with np.errstate(all="ignore"):
+        expected, marked = attended(reference, None, case, 1)
+    got, faults = attended(native, pool(body), case, 1)
+    assert differing(got[:, :120], expected[:, :120]) == 0
+    assert np.isfinite(got[:, :120]).all()
+    assert np.isnan(got[:, 120:]).all() and np.isnan(expected[:, 120:]).all()
+    assert faults.tolist() == marked.tolist() == [9]
+    assert np.abs(whole_query(q_Hd[1:2])[0]).max() == 32767
+
+
+@needs_native
+@pytest.mark.parametrize("body", ["reference", *BODIES])
+@pytest.mark.parametrize(("below", "is_nothing"), [(60, False), (90, True)])
+def test_weights_of_a_page_that_are_too_small_are_nothing(
+    body: str, below: int, is_nothing: bool
+) -> None:
+    """Block 8, of the stripe of block 0, whose one key is 2^below as likely as these."""
+    module, op_pool = (reference, None) if body == "reference" else (native, pool(body))
+    case = looking(32, ints(0), ints(8 * 32), ints(0), seed=9)
+    case["q"][:] = 0
+    case["q"][0, 0] = 1
+    zero, one = np.zeros((1, 32), np.float32), np.zeros((1, 32), np.float32)
+    one[0, 0] = below
+    for position in range(8 * 32 + 1):
+        page, lane = int(case["page_table"][0, position // 32]), position % 32
+        store_row(case["k_cache"], page, lane, one if position == 0 else zero, keys=True)
+        value = np.full((1, 32), 127 * 2.0**-24 if position == 8 * 32 else 0, np.float32)
+        store_row(case["v_cache"], page, lane, value, keys=False)
+    got, faults = attended(module, op_pool, case, 1)
+    # 2^-24 a unit: weights are 2^-84 and 2^-114, where 2^-100 is the least
+    assert (got == 0).all() == is_nothing and not faults.any()
+    expected, _ = attended(reference, None, case, 1)
+    assert differing(got, expected) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
+@pytest.mark.parametrize(("pages", "asks"), [(200, False), (500, True)])
+def test_a_large_cache_asks_for_huge_pages(pages: int, asks: bool) -> None:
+    config, profile = MODELS["qwen2"], profile_of("f32", "int8")
+    kv = KvCache(config, profile, layers=(0, 2), kv_heads=(0, 2), num_pages=pages)
+    address = f"{kv.keys(0).ctypes.data:x}-"
+    lines = Path("/proc/self/smaps").read_text("ascii").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(address))
+    flags = next(line for line in lines[first:] if line.startswith("VmFlags:"))
+    assert (" hg" in flags) == asks and (kv.bytes >= 1 << 23) == asks
 
 
 @needs_native

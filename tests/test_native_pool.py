@@ -214,3 +214,23 @@ def test_hot_loops_keep_their_sums_in_registers() -> None:
         # none in float32 tiles; of weights that were widened early, gcc puts one by now and then
         widens = any(re.match(r"vpslld|vcvtph2ps|vcvtdq2ps", line) for line in loop)
         assert sum(map(bool, stores)) <= (sums // 12 if widens else 0), "\n".join(loop)
+
+
+@pytest.mark.skipif("vnni" not in BODIES, reason="no VNNI body here")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+@pytest.mark.parametrize(("product", "most"), [("vpmaddwd", 1), ("vpdpwssd", 0)])
+def test_attention_over_int8_keeps_its_sums_in_registers(product: str, most: int) -> None:
+    """3 queries x 4 vectors in scores and values; gcc 12 made all products before any sum.
+
+    On AVX2 sums, pairs, a vector and a product are 17 for 16 registers: one sum waits in memory,
+    which takes 6 cycles of the 9 that the 28 multiplies, adds and widenings keep their ports.
+    """
+    hot = [
+        loop
+        for loop in innermost_loops(disassembled())
+        if sum(product in line for line in loop) == 12
+    ]
+    assert len(hot) >= 4, "scores and values, each with and without asking for the next page"
+    for loop in hot:
+        stores = [line for line in loop if re.search(r"vmov\S+\s+%ymm\d+,.*\(%r[sb]p", line)]
+        assert len(stores) <= most, "\n".join(loop)

@@ -73,6 +73,25 @@ def test_a_replay_that_has_no_room_is_left_out(
     assert "MB of memory are needed for it and 1.0 MB are free; run --layouts tp2" in shown.out
 
 
+@pytest.mark.parametrize(
+    "profile",
+    [
+        ("--quantization", "int8"),
+        ("--kv-cache-dtype", "int8"),
+        ("--quantization", "int8", "--kv-cache-dtype", "int8"),
+    ],
+)
+def test_a_place_is_looked_for_in_the_profile_that_was_run(
+    tiny: str,
+    profile: tuple[str, ...],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(naive.ORDERS, "written", mutants.MissingNode)
+    where = where_of(Ran(capfd, tiny, *SHORT, *LAYOUTS, *profile))
+    assert where.startswith("layers.0.reduce_o on rank 0 (tp 0, stage 0)"), where
+
+
 def test_a_replay_that_the_system_refuses_is_a_note(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
