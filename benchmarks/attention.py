@@ -9,16 +9,13 @@ of a prompt of that length. A round runs every case once; memory is read beside 
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from typing import Any, Final
 
 import hf
 import numpy as np
+from ops_alone import OpsAlone
 
-from anyshard.bench.bandwidth import open_probe
-from anyshard.ops import load_kernels
 from anyshard.ops.kv_pages import page_shape
 
 SHAPES: Final = {"9/3 heads": (9, 3), "14/2 heads": (14, 2)}
@@ -67,6 +64,10 @@ class Case:
             kernels.pool, q=q, k_cache=caches[0][0], v_cache=caches[1][0], **fixed
         )
 
+    def rates(self) -> dict[str, float]:
+        """Both, once."""
+        return {"decode": self.decode(), "prefill": self.prefill()}
+
     def decode(self) -> float:
         """GB/s."""
         start = time.perf_counter()
@@ -82,37 +83,27 @@ class Case:
 
 
 def main() -> None:
-    parser = hf.flags(__doc__, rounds=5)
-    parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
-    load = os.getloadavg()[0]
-    kernels = load_kernels("auto", threads=asked.threads, spin=True)
-    probe = open_probe()
-    found: dict[str, dict[str, list[float]]] = {}
+    alone = OpsAlone("attention.py", __doc__, rounds=5)
+    spreads: dict[str, dict[str, Any]] = {}
     for shape, (heads, kv_heads) in SHAPES.items():
         for positions in POSITIONS:
             for kv in ("f32", "int8"):
-                case = Case(kernels, heads, kv_heads, positions, kv)
-                rows = found.setdefault(f"{shape}, {positions} positions, KV {kv}", {})
-                for number in range(asked.rounds + 1):
-                    rates = {"decode": case.decode(), "prefill": case.prefill()}
-                    rates["memory"] = probe.rate(asked.threads) / 1e9 if probe else 0.0
-                    for name, rate in rates.items() if number else ():
-                        rows.setdefault(name, []).append(rate)
-    spreads = {
-        name: {kind: hf.spread(rates) for kind, rates in rows.items()}
-        for name, rows in found.items()
-    }
-    print(f"| {asked.threads} threads | decode, GB/s | memory, GB/s | prefill, GFLOP/s |")
-    print("| --- | --- | --- | --- |")
+                case = Case(alone.kernels, heads, kv_heads, positions, kv)
+                rates = alone.measure(case.rates)
+                spreads[f"{shape}, {positions} positions, KV {kv}"] = {
+                    name: hf.spread(rounds) for name, rounds in rates.items()
+                }
+    table = [
+        f"| {alone.threads} threads | decode, GB/s | memory, GB/s | prefill, GFLOP/s |",
+        "| --- | --- | --- | --- |",
+    ]
     for name, kinds in spreads.items():
-        shown = (hf.shown(kinds[kind], ".1f") for kind in ("decode", "memory", "prefill"))
-        print(f"| {name} | {' | '.join(shown)} |")
-    where = hf.machine([], load) | {"body": kernels.body}
-    command = f"python benchmarks/attention.py --threads {asked.threads}"
-    print("\n" + hf.measured(where, rounds=asked.rounds, command=command))
-    if asked.json:
-        asked.json.write_text(json.dumps({"machine": where, "rates": spreads}, indent=1) + "\n")
+        shown = (
+            hf.shown(kinds[kind], ".1f") if kind in kinds else "unknown"
+            for kind in ("decode", "memory", "prefill")
+        )
+        table.append(f"| {name} | {' | '.join(shown)} |")
+    alone.end(table, spreads)
 
 
 if __name__ == "__main__":

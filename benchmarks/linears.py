@@ -9,18 +9,15 @@ as eight. The figures behind the tiles of `_native/linear.h` and `int8.h`.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from typing import Any, Final
 
 import hf
 import numpy as np
+from ops_alone import OpsAlone
 
-from anyshard.bench.bandwidth import open_probe
 from anyshard.config import INT8_LEAF, LEAF
 from anyshard.layout import Tree
-from anyshard.ops import load_kernels
 from anyshard.ops.storage import Q8_BYTES, Q8_OUTPUTS, stored_bytes
 
 #: element, a small value of it as stored, most inputs of a leaf
@@ -67,32 +64,20 @@ class Walk:
 
 
 def main() -> None:
-    parser = hf.flags(__doc__, rounds=7)
-    parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
-    load = os.getloadavg()[0]
-    kernels = load_kernels("auto", threads=asked.threads, spin=True)
-    probe = open_probe()
+    alone = OpsAlone("linears.py", __doc__, rounds=7)
     found: dict[str, list[float]] = {}
     # one after the other, since all of them would not fit in memory: memory is read beside each
     for storage in TYPES:
         for inputs in INPUTS:
-            walk = Walk(kernels, storage, inputs)
-            for number in range(asked.rounds + 1):
-                rates = {f"{walk.name}, {rows} rows": walk.rate(rows) for rows in ROWS}
-                if probe is not None:
-                    rates["memory"] = probe.rate(asked.threads) / 1e9
-                for name, rate in rates.items() if number else ():
-                    found.setdefault(name, []).append(rate)
-    where = hf.machine([], load) | {"body": kernels.body}
+            walk = Walk(alone.kernels, storage, inputs)
+            rates = alone.measure(lambda walk=walk: {str(rows): walk.rate(rows) for rows in ROWS})
+            for name, rounds in rates.items():
+                row = name if name == "memory" else f"{walk.name}, {name} rows"
+                found.setdefault(row, []).extend(rounds)
     spreads = {name: hf.spread(rates) for name, rates in found.items()}
-    print(f"| GB/s of weights, {asked.threads} threads | |\n| --- | --- |")
-    for name, spread in spreads.items():
-        print(f"| {name} | {hf.shown(spread, '.1f')} |")
-    command = f"python benchmarks/linears.py --threads {asked.threads}"
-    print("\n" + hf.measured(where, rounds=asked.rounds, command=command))
-    if asked.json:
-        asked.json.write_text(json.dumps({"machine": where, "rates": spreads}, indent=1) + "\n")
+    rows = [f"| {name} | {hf.shown(spread, '.1f')} |" for name, spread in spreads.items()]
+    head = [f"| GB/s of weights, {alone.threads} threads | |", "| --- | --- |"]
+    alone.end([*head, *rows], spreads)
 
 
 if __name__ == "__main__":
