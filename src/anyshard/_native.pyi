@@ -24,6 +24,8 @@ from typing import Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from anyshard.ops.kv_pages import Pages
+
 __all__ = [
     "Attention",
     "AttentionStates",
@@ -112,10 +114,11 @@ class Embed(Op):
 class Qkv(Op):
     """Norm, q/k/v with bias, RoPE, q scaled once, k and v stored in their pages.
 
-    x [R, D], norm_weight [D], q_out [R, H*d], cos and sin [C, d/2], k_cache [P, G, d, 32],
-    v_cache [P, G, 32, d], page_table [S, B], row_slot, positions and row_fault [R]; biases as
-    wide as their outputs or None; q_norm and k_norm [d] norm each head before RoPE, or None. Of a
-    row whose block is not of stripes first_stripe:stop_stripe only q is computed.
+    x [R, D], norm_weight [D], q_out [R, H*d], cos and sin [C, d/2], k_cache and v_cache [P, G, ..]
+    of one type as ops/kv_pages.py lays it out, page_table [S, B], row_slot, positions and
+    row_fault [R]; biases as wide as their outputs or None; q_norm and k_norm [d] norm each head
+    before RoPE, or None. Of a row whose block is not of stripes first_stripe:stop_stripe only q is
+    computed.
     """
 
     def __init__(
@@ -140,8 +143,8 @@ class Qkv(Op):
         sin: F32,
         positions: I32,
         q_out: F32,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         row_fault: I32,
@@ -160,8 +163,8 @@ class Attention(Op):
         self,
         pool: Pool,
         q: F32,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         positions: I32,
@@ -186,8 +189,8 @@ class AttentionStates(Op):
         self,
         pool: Pool,
         queries: Sequence[F32],
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         positions: I32,
@@ -331,8 +334,8 @@ class DigestKv(Op):
     def __init__(
         self,
         pool: Pool,
-        k_cache: F32,
-        v_cache: F32,
+        k_cache: Pages,
+        v_cache: Pages,
         page_table: I32,
         row_slot: I32,
         positions: I32,

@@ -1,5 +1,7 @@
 // The Python face of the native core: module anyshard._native. Signatures:
 // src/anyshard/_native.pyi.
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -72,12 +74,6 @@ void bind_qkv(nb::module_& m) {
       "cos"_a, "sin"_a, "positions"_a, "q_out"_a, "k_cache"_a, "v_cache"_a, "page_table"_a,
       "row_slot"_a, "row_fault"_a, "fault_code"_a, "first_stripe"_a = 0, "stop_stripe"_a = kStripes,
       nb::keep_alive<1, 2>());
-}
-
-std::vector<PyObject*> pointers_of(const std::vector<nb::object>& objects) {
-  std::vector<PyObject*> pointers;
-  for (const nb::object& each : objects) pointers.push_back(each.ptr());
-  return pointers;
 }
 
 void bind_attention(nb::module_& m) {

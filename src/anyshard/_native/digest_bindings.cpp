@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "bindings.h"
 #include "digest_op.h"
 
 namespace nb = nanobind;
@@ -29,9 +30,7 @@ void bind_digest(nb::module_& m) {
           [](Digest* self, Pool& pool, const std::vector<nb::object>& sources,
              const std::vector<int64_t>& firsts, const std::vector<int64_t>& columns,
              nb::object keys, nb::object out) {
-            std::vector<PyObject*> pointers;
-            for (const nb::object& source : sources) pointers.push_back(source.ptr());
-            new (self) Digest(pool, pointers, firsts, columns, keys.ptr(), out.ptr());
+            new (self) Digest(pool, pointers_of(sources), firsts, columns, keys.ptr(), out.ptr());
           },
           "pool"_a, "sources"_a, "firsts"_a, "columns"_a, "keys"_a, "out"_a,
           nb::keep_alive<1, 2>());
