@@ -245,13 +245,11 @@ class Qkv:
         return rotated.reshape(count, -1)
 
 
-class Attention:
-    """Each row attends to keys 0..position of its slot: 8 stripes of blocks, merged in a tree."""
+class _OverPages:
+    """What both attention ops make their results of: states of stripes of cached blocks."""
 
     def __init__(
         self,
-        pool: Pool,
-        q: F32,
         k_cache: Pages,
         v_cache: Pages,
         page_table: I32,
@@ -259,35 +257,10 @@ class Attention:
         positions: I32,
         head_dim: int,
         kv_head_of: I32,
-        out: F32,
-        row_fault: I32,
-        fault_code: int,
     ) -> None:
-        self.q, self.k_cache, self.v_cache = q, k_cache, v_cache
-        self.page_table, self.row_slot, self.positions = page_table, row_slot, positions
-        self.head_dim, self.kv_head_of, self.out = head_dim, kv_head_of, out
-        self.row_fault, self.fault_code = row_fault, fault_code
-
-    def run(self, rows: int) -> None:
-        """Fill out[:rows]; a row whose scores leave +-2^20 gets NaN and a fault."""
-        if len(self.kv_head_of) == 0:
-            return
-        for row in range(rows):
-            q_Hd = self.q[row].reshape(-1, self.head_dim)
-            out_Hd, bad_H = self._attend(q_Hd, row)
-            out_Hd[bad_H] = np.nan
-            self.out[row] = out_Hd.reshape(-1)
-            if bad_H.any():
-                mark(self.row_fault[row : row + 1], np.array([True]), self.fault_code)
-
-    def _attend(self, q_Hd: F32, row: int) -> tuple[F32, npt.NDArray[np.bool_]]:
-        bad_H = np.zeros(len(q_Hd), np.bool_)
-        states = [self.stripe_state(q_Hd, row, stripe, bad_H) for stripe in range(STRIPES)]
-        while len(states) > 1:
-            states = [_merge(a, b) for a, b in zip(states[::2], states[1::2], strict=True)]
-        _, total_H, out_Hd = states[0]
-        with np.errstate(invalid="ignore"):
-            return np.asarray(out_Hd / total_H[:, None]), bad_H
+        self.k_cache, self.v_cache, self.page_table = k_cache, v_cache, page_table
+        self.row_slot, self.positions = row_slot, positions
+        self.head_dim, self.kv_head_of = head_dim, kv_head_of
 
     def stripe_state(
         self, q_Hd: F32, row: int, stripe: int, bad_H: npt.NDArray[np.bool_]
@@ -329,13 +302,57 @@ class Attention:
         return new_high, total, out
 
 
+class Attention(_OverPages):
+    """Each row attends to keys 0..position of its slot: 8 stripes of blocks, merged in a tree."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        q: F32,
+        k_cache: Pages,
+        v_cache: Pages,
+        page_table: I32,
+        row_slot: I32,
+        positions: I32,
+        head_dim: int,
+        kv_head_of: I32,
+        out: F32,
+        row_fault: I32,
+        fault_code: int,
+    ) -> None:
+        super().__init__(k_cache, v_cache, page_table, row_slot, positions, head_dim, kv_head_of)
+        self.q, self.out = q, out
+        self.row_fault, self.fault_code = row_fault, fault_code
+
+    def run(self, rows: int) -> None:
+        """Fill out[:rows]; a row whose scores leave +-2^20 gets NaN and a fault."""
+        if len(self.kv_head_of) == 0:
+            return
+        for row in range(rows):
+            q_Hd = self.q[row].reshape(-1, self.head_dim)
+            out_Hd, bad_H = self._attend(q_Hd, row)
+            out_Hd[bad_H] = np.nan
+            self.out[row] = out_Hd.reshape(-1)
+            if bad_H.any():
+                mark(self.row_fault[row : row + 1], np.array([True]), self.fault_code)
+
+    def _attend(self, q_Hd: F32, row: int) -> tuple[F32, npt.NDArray[np.bool_]]:
+        bad_H = np.zeros(len(q_Hd), np.bool_)
+        states = [self.stripe_state(q_Hd, row, stripe, bad_H) for stripe in range(STRIPES)]
+        while len(states) > 1:
+            states = [_merge(a, b) for a, b in zip(states[::2], states[1::2], strict=True)]
+        _, total_H, out_Hd = states[0]
+        with np.errstate(invalid="ignore"):
+            return np.asarray(out_Hd / total_H[:, None]), bad_H
+
+
 def _merge(a: tuple[I32, F32, F32], b: tuple[I32, F32, F32]) -> tuple[I32, F32, F32]:
     high = np.maximum(a[0], b[0])
     fa, fb = pow2(a[0] - high), pow2(b[0] - high)
     return high, (a[1] * fa) + (b[1] * fb), (a[2] * fa[:, None]) + (b[2] * fb[:, None])
 
 
-class AttentionStates:
+class AttentionStates(_OverPages):
     """What the blocks of stripes first_stripe:stop_stripe give each row, of the heads of all ranks.
 
     The states of the nodes that cover these stripes go to the rank that has the head: in `out`,
@@ -360,24 +377,10 @@ class AttentionStates:
         part_floats: int,
         out: F32,
     ) -> None:
+        super().__init__(k_cache, v_cache, page_table, row_slot, positions, head_dim, kv_head_of)
         self.queries, self.part_floats, self.out = list(queries), part_floats, out
-        self.stripes, self.head_dim = range(first_stripe, stop_stripe), head_dim
+        self.stripes = range(first_stripe, stop_stripe)
         self.merges = STRIPE_TREE.merges((first_stripe, stop_stripe))
-        nothing, faults = np.zeros((len(positions), 0), np.float32), np.zeros(0, np.int32)
-        self.attention = Attention(
-            pool,
-            nothing,
-            k_cache,
-            v_cache,
-            page_table,
-            row_slot,
-            positions,
-            head_dim,
-            kv_head_of,
-            nothing,
-            faults,
-            0,
-        )
 
     def run(self, rows: int) -> None:
         """Fill the parts of `out` for so many rows."""
@@ -386,7 +389,7 @@ class AttentionStates:
             states = []
             for stripe, merges in zip(self.stripes, self.merges, strict=True):
                 bad_H = np.zeros(len(q_Hd), np.bool_)
-                high, total, o_Hd = self.attention.stripe_state(q_Hd, row, stripe, bad_H)
+                high, total, o_Hd = self.stripe_state(q_Hd, row, stripe, bad_H)
                 total[bad_H] = np.nan
                 states.append((high, total, o_Hd))
                 for _ in range(merges):
