@@ -146,8 +146,9 @@ def test_input_that_is_no_text_is_refused_and_ends_nothing() -> None:
         (("-tp", "10"), "9 query heads"),
         (("--max-model-len", "9999"), "8192"),
         (("--system", "word " * 5000), "room for 4096"),
+        (("--system", "word " * 5000, "--kv-memory", "3M"), "a larger --kv-memory and a --max-"),
     ],
-    ids=["model", "temperature", "split", "length", "system"],
+    ids=["model", "temperature", "split", "length", "system", "memory"],
 )
 def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_2(
     arguments: tuple[str, ...], words: str

@@ -203,8 +203,9 @@ class _Chat:
         """Token ids of the conversation and a new question; there is room for an answer."""
         prompt = tuple(self.tokenizer.encode_chat(conversation.asking(question)))
         if len(prompt) >= self.limit:
+            memory = "a larger --kv-memory and " if self.split.kv_memory else ""
             more = (
-                f"a --max-model-len of up to {self.context} would hold more"
+                f"{memory}a --max-model-len of up to {self.context} would hold more"
                 if self.limit < self.context
                 else "that is the model's context"
             )
