@@ -47,8 +47,11 @@ IN_INT8 = ("adversarial-9-3 int8", "adversarial-head-80 int8", "qwen2 int8", "de
 IN_KV8 = ("adversarial-9-3 kv8", "adversarial-head-80 int8 kv8", "qwen2 int8 kv8", "demo int8 kv8")
 
 # (model, cell): the naive order changes nothing either. All scores of this model are in the
-# thousands, so one key takes all the weight and softmax can be restarted without a trace.
+# thousands, so one key takes all the weight and softmax can be restarted without a trace; int8 keys
+# and values round off what float32 has besides (up to a third of the logits). Chunks of
+# int8 keys and values have their witness in the other three models.
 VACUOUS = {
+    *(("adversarial-head-80 int8 kv8", f"tp1 chunk {chunk}") for chunk in (1, 7, 32, 300)),
     ("adversarial-head-80", "tp1 chunk 300"),
     ("adversarial-head-80 int8", "tp1 chunk 32"),
     ("adversarial-head-80 int8", "tp1 chunk 300"),
