@@ -359,6 +359,20 @@ def test_a_large_cache_asks_for_huge_pages(pages: int, asks: bool) -> None:
     assert (" hg" in flags) == asks and (kv.bytes >= 1 << 23) == asks
 
 
+@pytest.mark.parametrize("kind", ["f32", "int8"])
+def test_poison_is_nan_wherever_nothing_was_stored(kind: Any) -> None:
+    kv = KvCache(
+        MODELS["qwen2"],
+        profile_of("f32", kind),
+        layers=(0, 1),
+        kv_heads=(0, 2),
+        num_pages=2,
+        poison=True,
+    )
+    for pages, keys in ((kv.keys(0), True), (kv.values(0), False)):
+        assert np.isnan(widened_row(pages, 1, 31, keys=keys)).all()
+
+
 @needs_native
 def test_pages_of_two_kinds_are_refused() -> None:
     case = looking(32, ints(0), ints(3), ints(0), seed=7)
