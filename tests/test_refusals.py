@@ -308,8 +308,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
     "Tokenizers and templates": {
         "no tokenizer": (model_directory(lambda d: None), "comes without a tokenizer"),
         "a template that is no template": (
-            templated("{% for m in messages %}"),
-            "line 1 of the chat template",
+            templated("{% for m in messages %}"), "line 1 of the chat template"
         ),
         "a template that refuses": (
             templated("{{ raise_exception('roles must alternate') }}"),
@@ -353,6 +352,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         "an unknown flag": (tiny_gguf("--prompt", "x", "--no-such-flag"), "--no-such-flag"),
         "more ranks than heads": (tiny_gguf("--prompt", "x", "-tp", "5"), "4 query heads"),
         "a shard that is none": (tiny_gguf("--prompt", "x", "--kv-shard", "rows"), "--kv-shard"),
+        "a sequence in nine": (long_prompts("-tp", "9", "--kv-shard=sequence"), "with 9 ranks"),
         "more stages than layers": (tiny_gguf("--prompt", "x", "-pp", "2"), "1 layer"),
         "an empty prompt": (tiny_gguf("--prompt", ""), "empty"),
         "an answer beyond the context": (
