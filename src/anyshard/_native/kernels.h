@@ -256,7 +256,7 @@ inline size_t linear_scratch(const Linear& linear) {
 extern const Kernels kScalarKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
-extern const Kernels kVnniKernels;  // AVX2's, but for linear_int8
+extern const Kernels kVnniKernels;  // AVX2's, but for linear_int8 and attention over int8 pages
 #endif
 
 }  // namespace anyshard
