@@ -5,9 +5,9 @@
 SmolLM2-135M with int8 weights (llama.cpp: Q8_0), batch of one. Ours is a warm process for each type
 of KV that keeps the long prompt from round to round; llama.cpp is its llama-bench with flash
 attention and KV in q8_0, and with its defaults. A round runs every arm once, in turning order; a
-ratio is taken within a round, over the faster of its two. A round takes four minutes on two threads,
-eight on one, most of them for llama.cpp to read 8,000 tokens. The share of memory is what a token
-reads by the ledger, over what `bench` measures of memory in the same round.
+ratio is taken within a round, over the faster of its two. A round takes four minutes on two
+threads, eight on one, most of them for llama.cpp to read 8,000 tokens. The share of memory is what
+a token reads by the ledger, over what `bench` measures of memory in the same round.
 
 Exits 4 where a ratio is below the least that is asked of it.
 """

@@ -126,21 +126,26 @@ def test_the_start_says_how_many_tokens_fit(capfd: Capture) -> None:
     run = ["generate", "--prompt", "a b c", "-n", "4", "--comm", "threads"]
     assert main([*run, "--kv-memory", f"{PAGE * 9}", "--max-model-len", "288"]) == 0
     assert "· room for 288 tokens" in capfd.readouterr().err
-    assert main([*run, "--kv-memory", "1Gi"]) == 0
+    assert main([*run, "--kv-memory", " 0.5 gib "]) == 0
     assert "· room for 32 tokens" in capfd.readouterr().err  # no more than is needed
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--kv-memory", "3k"), "--kv-memory is '3k'; a size such as 512M, 2G or 2Gi"),
+        (("--kv-memory", "3x"), "--kv-memory is '3x'; a size such as 512M, 2.5G or 2Gi"),
+        (("--kv-memory", "0.0001k"), "--kv-memory is '0.0001k'; a size such as"),
+        (("--kv-memory", "٣G"), "a size such as"),
         (("--kv-memory", "0"), "--kv-memory is '0'; a size such as"),
         (("--kv-memory", str(PAGE - 1)), "holds no page: 32 tokens take"),
         (
             ("--kv-memory", str(PAGE * 2), "--max-model-len", "65"),
             f"--max-model-len is 65, but --kv-memory {PAGE * 2} has room for 64 tokens",
         ),
-        (("--kv-memory", str(PAGE * 2), "-n", "90"), "and 90 more were asked for, but the context"),
+        (
+            ("--kv-memory", str(PAGE * 2), "-n", "90"),
+            f"and 90 more were asked for, but --kv-memory {PAGE * 2} has room for 64; shorten",
+        ),
         (("--kv-memory", str(PAGE * 2), "-n", "90"), "or raise --kv-memory"),
     ],
 )
@@ -174,7 +179,7 @@ def test_auto_splits_by_the_sequence_where_kv_memory_has_room_only_then(capfd: C
     assert main([*run, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["logits_sha256"] == found["logits_sha256"]
     assert main([*run, *memory, "--kv-shard", "heads"]) == 2
-    assert "but the context holds 64" in capfd.readouterr().err
+    assert f"but --kv-memory {PAGE * 3 + 10} has room for 64" in capfd.readouterr().err
     assert main([*run, "-tp", "2", "--kv-memory", str(PAGE * 4), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["layout"]["kv_shard"] == "heads"
     assert main(["doctor", "--json", *memory, "--max-model-len", "96"]) == 0

@@ -55,7 +55,7 @@ class OptionError(UserError):
 class PromptTooLong(UserError):
     """Prompt plus requested tokens exceed the context length, all in tokens.
 
-    remedy: what to do, by the names of the caller's flags.
+    remedy: what to do, by the names of the caller's flags. holder: what the limit is of.
     """
 
     def __init__(
@@ -65,13 +65,14 @@ class PromptTooLong(UserError):
         max_tokens: int,
         limit: int,
         remedy: str = "shorten the prompt or lower --max-tokens",
+        holder: str = "the context holds",
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.limit = limit
         super().__init__(
             f"the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for, "
-            f"but the context holds {limit}; {remedy}"
+            f"but {holder} {limit}; {remedy}"
         )
 
 

@@ -112,8 +112,10 @@ def _run_text(record: Record) -> str:
 
     manifest = record.manifest
     layout = manifest.layout
+    by_sequence = layout.get("kv_shard") == "sequence"
     parts = [
         f"tp {named(layout, 'tp')} pp {named(layout, 'pp')}",
+        *(["KV by sequence"] if by_sequence else []),
         named(layout, "comm"),
         f"{named(layout, 'kernels')} x{named(layout, 'threads')}",
         f"anyshard {printable(manifest.anyshard)}",

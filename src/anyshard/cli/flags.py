@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -248,16 +249,22 @@ def in_range(name: str, value: float | None, least: float, most: float) -> None:
         raise OptionError(f"--{name} is {value}; it can be {least} to {most}")
 
 
-_SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(i?))?B?")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(I?))?B?")
 
 
 def num_bytes(name: str, text: str) -> int:
-    """`512M` (million), `2Gi` (2^30) or plain bytes. Raises: OptionError, also for none."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or not int(found[1]):
-        raise OptionError(f"--{name} is {text[:40]!r}; a size such as 512M, 2G or 2Gi is needed")
-    power = " KMGT".index(found[2] or " ")
-    return int(found[1]) * int((1024 if found[3] else 1000) ** power)
+    """`512M` (million), `2.5Gi` (2^30) or plain bytes, in either case.
+
+    Raises: OptionError, also for less than a byte.
+    """
+    found = _SIZE.fullmatch(text.strip().upper()) if text.isascii() else None
+    size = 0
+    if found is not None:
+        power = " KMGT".index(found[2] or " ")
+        size = int(Fraction(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not size:
+        raise OptionError(f"--{name} is {text[:40]!r}; a size such as 512M, 2.5G or 2Gi is needed")
+    return size
 
 
 def whole_numbers(

@@ -16,7 +16,14 @@ from cyclopts import Parameter
 
 from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
 from anyshard.cli.recording import Recorder
-from anyshard.cli.running import Loading, open_model, rank_group, start_engine, wait_loaded
+from anyshard.cli.running import (
+    Loading,
+    context_limit,
+    open_model,
+    rank_group,
+    start_engine,
+    wait_loaded,
+)
 from anyshard.cli.screen import Bar, abandon_stdout, tell
 from anyshard.errors import AnyshardError, OptionError, PromptTooLong
 
@@ -94,6 +101,7 @@ class _Generate:
         self.start_s = time.monotonic()
         self._unsaid: AnyshardError | BrokenPipeError | None = None
         self.ready_s = self.first_token_s = self.start_s
+        self.is_short_of_kv = False  # --kv-memory, not the context, says how long a prompt may be
 
     def run(self) -> int:
         """Print the answers or the JSON; returns the exit code.
@@ -116,6 +124,7 @@ class _Generate:
 
         opened = loading.opened
         limit = opened.limit
+        self.is_short_of_kv = limit < context_limit(opened.config, self.split)
         tokenizer = open_tokenizer(opened.checkpoint)
         requests = [self._request(*text, tokenizer, limit) for text in self.texts]
         if not opened.is_final:
@@ -156,12 +165,16 @@ class _Generate:
         if max_tokens is None:
             max_tokens = min(DEFAULT_MAX_TOKENS, max(1, room))
         if max_tokens > room:
+            remedy, holder = "shorten the prompt or lower --max-tokens", "the context holds"
+            if self.is_short_of_kv:
+                remedy += ", or raise --kv-memory"
+                holder = f"--kv-memory {self.split.kv_memory} has room for"
             raise PromptTooLong(
                 prompt_tokens=len(prompt),
                 max_tokens=max_tokens,
                 limit=limit,
-                remedy="shorten the prompt or lower --max-tokens"
-                + (", or raise --kv-memory" if self.split.kv_memory else ""),
+                remedy=remedy,
+                holder=holder,
             )
         return Request(
             prompt=tuple(prompt),

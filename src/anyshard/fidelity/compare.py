@@ -201,7 +201,10 @@ def _reasons(a: Manifest, b: Manifest) -> tuple[str, ...]:
         ("other prompt tokens", a.tokens_sha256, b.tokens_sha256),
     ):
         if one != two:
-            found.append(f"{what}: sha256 {printable(one[:_SHOWN])} and {printable(two[:_SHOWN])}")
+            shown = f"{what}: sha256 {printable(one[:_SHOWN])} and {printable(two[:_SHOWN])}"
+            if what == "other profiles" and a.profile != b.profile:
+                shown = f"{what}: {printable(a.profile)} and {printable(b.profile)}"
+            found.append(shown)
     if a.sampling != b.sampling and not (a.sampling.greedy and b.sampling.greedy):
         for name in a.sampling.__struct_fields__:
             one, two = getattr(a.sampling, name), getattr(b.sampling, name)

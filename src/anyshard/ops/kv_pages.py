@@ -8,7 +8,8 @@ clamped to +-127, both 0 if the scale is 0. An infinity or NaN, or a scale beyon
 scale NaN and q 0, so that the next score or output shows it.
 
 Shapes: P pages, G KV heads, d head dim, g scale groups of a head.
-Source: docs/numerics.md, Attention over int8 keys and values. Held by: test_kv_int8.py, and the golden vectors.
+Source: docs/numerics.md, Attention over int8 keys and values.
+Held by: test_kv_int8.py, and the golden vectors.
 """
 
 from __future__ import annotations
