@@ -126,12 +126,12 @@ def memory_need(
     )
 
 
-def page_bytes(part: Program) -> int:
-    """Bytes of one rank for a page that it keeps, over its layers and KV heads."""
-    from anyshard.ops.kv_pages import page_bytes as of_head
+def _page_bytes(part: Program) -> int:
+    """Bytes of one rank for a page that it keeps."""
+    from anyshard.kv import rank_page_bytes
 
-    num_layers, num_heads = (stop - start for start, stop in (part.layers, part.kv_heads))
-    return 2 * num_layers * num_heads * of_head(part.profile.kv, part.config.head_dim)
+    spans = {"layers": part.layers, "kv_heads": part.kv_heads}
+    return rank_page_bytes(part.config, part.profile, **spans)
 
 
 def _kept_bytes(part: Program, num_pages: int, *, tokens: int) -> int:
@@ -141,7 +141,7 @@ def _kept_bytes(part: Program, num_pages: int, *, tokens: int) -> int:
 
     blocks = pages_for(tokens, block=part.profile.kv_block)
     kept = num_local_pages(part.stripes, num_pages=num_pages, sequence_blocks=blocks)
-    return page_bytes(part) * kept
+    return _page_bytes(part) * kept
 
 
 def kv_bytes(part: Program, *, tokens: int) -> int:
@@ -150,7 +150,7 @@ def kv_bytes(part: Program, *, tokens: int) -> int:
     from anyshard.stripes import blocks_of
 
     num_pages = blocks_of(part.stripes, pages_for(tokens, block=part.profile.kv_block))
-    return page_bytes(part) * num_pages
+    return _page_bytes(part) * num_pages
 
 
 def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
@@ -160,7 +160,7 @@ def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
     """
     layout = programs[0].layout
     of_all = sum(  # of ranks that split the sequence, one of a stage keeps it
-        page_bytes(each) for each in programs if not layout.splits_sequence or each.tp_index == 0
+        _page_bytes(each) for each in programs if not layout.splits_sequence or each.tp_index == 0
     )
     if kv_memory < of_all:
         raise LayoutError(
