@@ -332,10 +332,14 @@ class Late(Binder):
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
-def test_a_rank_that_reads_late_finds_what_was_sent(slow: int) -> None:
+@pytest.mark.parametrize(
+    "split", [{"tp": 3}, {"heads": (0, 7, 2)}, {"tp": 3, "pp": 2}, {"heads": (0, 7, 2), "pp": 2}],
+    ids=str,
+)  # fmt: skip
+def test_a_rank_that_reads_late_finds_what_was_sent(slow: int, split: dict[str, Any]) -> None:
     """Nobody writes a buffer that it has not read, though there is one of each."""
     late = type("LateWorker", (Worker,), {"binder_type": type("L", (Late,), {"slow": slow})})
-    each = cell(tp=3, prompt_tokens=100, num_tokens=8, chunk=40)
+    each = cell(prompt_tokens=100, num_tokens=8, chunk=40, **split)
     model = the_model(A9)
     assert run_cell(model, each, rank_body=rank_body(late)).digest == baseline(model, each).digest
 
