@@ -32,6 +32,7 @@ class MemoryNeed:
 
     `kv` holds `num_seqs` sequences of `tokens` tokens; `buffers` are those that grow with
     --chunk, --max-num-seqs and --max-model-len; `processes` are front, launcher and ranks.
+    `savers`: flags that were not given, and what is needed with each, for `refuse_over` to name.
     """
 
     weights: int
@@ -40,6 +41,7 @@ class MemoryNeed:
     processes: int
     num_seqs: int
     tokens: int
+    savers: tuple[tuple[str, MemoryNeed], ...] = ()
 
     @property
     def total(self) -> int:
@@ -70,7 +72,13 @@ class MemoryNeed:
         flags = ["--max-model-len"]
         flags += ["--max-num-seqs"] if self.num_seqs > 1 else []
         flags += ["--chunk"] if self.buffers > self.kv else []
-        return f"lower {' or '.join(flags)}, end other programs, or take a smaller model"
+        named = [
+            f"{flag} (KV {size_text(need.kv)})"
+            for flag, need in self.savers
+            if need.total <= free or (self.kv >= self.buffers and need.total < self.total)
+        ]
+        take = f"take {' or '.join(named)}, " if named else ""
+        return f"lower {' or '.join(flags)}, {take}end other programs, or take a smaller model"
 
 
 def memory_need(

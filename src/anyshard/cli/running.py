@@ -93,8 +93,11 @@ class Opened:
         taken = self.for_tokens(tokens)
         if taken.flags.kv_memory_bytes is not None and tokens > taken._kv_tokens:
             raise LayoutError(taken._why_no_pages(tokens))
-        if self.free is not None:
-            taken.need(tokens).refuse_over(self.free)
+        if self.free is None:
+            return
+        need = taken.need(tokens)
+        if need.total > self.free:
+            replace(need, savers=tuple(taken._savers(tokens))).refuse_over(self.free)
 
     def need(self, tokens: int) -> MemoryNeed:
         """What sequences of so many tokens take of this host."""
@@ -108,6 +111,15 @@ class Opened:
             comm=self.flags.comm,
             record=self.record,
         )
+
+    def _savers(self, tokens: int) -> Iterator[tuple[str, MemoryNeed]]:
+        """Flags of KV that were not given, and what is needed with each."""
+        if self.profile.kv == "f32":
+            int8 = self._cut(self.layout, replace(self.profile, kv="int8"))
+            yield "--kv-cache-dtype int8", int8.need(tokens)
+        if self.flags.kv_shard == "heads" and self._may_split_sequence:
+            sequence = self._cut(replace(self.layout, kv_shard="sequence"), self.profile)
+            yield "--kv-shard sequence", sequence.need(tokens)
 
     def _why_no_pages(self, tokens: int) -> str:
         """That --kv-memory has too few pages, and why the other way to split KV does not help."""
@@ -132,17 +144,23 @@ class Opened:
 
     def _by_sequence(self) -> Opened | None:
         """That way, if --kv-shard leaves it open."""
-        from anyshard.model import program
+        if self.flags.kv_shard != "auto" or not self._may_split_sequence:
+            return None
+        return self._cut(replace(self.layout, kv_shard="sequence"), self.profile)
+
+    @property
+    def _may_split_sequence(self) -> bool:
         from anyshard.stripes import STRIPES
 
-        layout = self.layout
-        is_open = self.flags.kv_shard == "auto" and 1 < layout.tp <= STRIPES
-        if not is_open or layout.splits_sequence:
-            return None
-        other = replace(layout, kv_shard="sequence")
+        return 1 < self.layout.tp <= STRIPES and not self.layout.splits_sequence
+
+    def _cut(self, layout: Layout, profile: Profile) -> Opened:
+        """The same, cut and computed so."""
+        from anyshard.model import program
+
         ranks = range(layout.world)
-        programs = tuple(program(self.config, self.profile, other, rank) for rank in ranks)
-        return replace(self, layout=other, programs=programs)
+        programs = tuple(program(self.config, profile, layout, rank) for rank in ranks)
+        return replace(self, layout=layout, profile=profile, programs=programs)
 
     def within_kv_memory(self) -> Opened:
         """With a limit that --kv-memory has room for, whichever way --kv-shard may take.
