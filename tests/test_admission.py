@@ -137,6 +137,39 @@ def test_a_shortage_is_told_with_both_numbers_and_what_helps(need: MemoryNeed, r
     assert remedy in str(e.value) and "\n" not in str(e.value)
 
 
+INT8 = ("--kv-cache-dtype int8", replace(NEED, kv=19_000_000_000))  # fits
+SEQUENCE = ("--kv-shard sequence", replace(NEED, kv=50_000_000_000))
+
+
+@pytest.mark.parametrize(
+    ("need", "remedy"),
+    [
+        (
+            replace(NEED, savers=(INT8, SEQUENCE)),
+            "--max-num-seqs, take --kv-cache-dtype int8 (KV 19.0 GB) or --kv-shard sequence "
+            "(KV 50.0 GB), end other",
+        ),
+        (replace(NEED, savers=(SEQUENCE,)), "seqs, take --kv-shard sequence (KV 50.0 GB), end o"),
+        (replace(NEED, savers=(("--kv-shard sequence", NEED),)), "or --max-num-seqs, end other"),
+        (replace(NEED, kv=1, buffers=NEED.kv, savers=(SEQUENCE,)), "or --chunk, end other"),
+        (
+            replace(NEED, kv=1, buffers=NEED.kv, savers=(INT8,)),
+            "or --chunk, take --kv-cache-dtype int8 (KV 19.0 GB), end other",
+        ),
+        (
+            replace(NEED, weights=NEED.kv, kv=NEED.weights, savers=(INT8,)),
+            "; end other programs, or take a smaller model",
+        ),
+    ],
+)
+def test_flags_that_keep_less_are_named_where_kv_is_short_or_they_are_enough(
+    need: MemoryNeed, remedy: str
+) -> None:
+    with pytest.raises(LayoutError) as error:
+        need.refuse_over(20_000_000_000)
+    assert remedy in str(error.value) and "\n" not in str(error.value)
+
+
 def test_sizes_that_no_machine_has_are_refused_in_no_time_and_space(tmp_path: Path) -> None:
     """4096 sequences of 2^24 tokens would be 2^31 pages, were they listed."""
     checkpoint = open_checkpoint(str(write_hf_model(tmp_path / "m", ADVERSARIAL_9_3, seed=1)))

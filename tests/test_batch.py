@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from anyshard.batch import (
 )
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request
-from anyshard.stripes import page_stripe, stripe_of
+from anyshard.stripes import STRIPES, page_stripe, stripe_of
 
 LIMITS = Limits(rows_max=12, chunk=5, num_slots=3, block=4)
 
@@ -31,7 +32,8 @@ def batch_of(
     max_tokens: int = 3,
     pages: int = 100,
     slots: int = 3,
-    sequence_blocks: int = 0,
+    owners: tuple[int, ...] = (0,) * STRIPES,
+    sequence_blocks: int = 1,
 ) -> Batch:
     waiting = tuple(
         (i, Request(prompt=tuple(range(1, n + 1)), max_tokens=max_tokens))
@@ -41,7 +43,7 @@ def batch_of(
         waiting=waiting,
         running=(),
         free_slots=tuple(range(slots)),
-        pool=PagePool.of(range(pages), sequence_blocks=sequence_blocks),
+        pool=PagePool.of(range(pages), owners=owners, sequence_blocks=sequence_blocks),
     )
 
 
@@ -198,14 +200,20 @@ def test_what_has_rested_longest_gives_way_and_nothing_does_in_vain() -> None:
     ),
     st.integers(1, 3),
     st.integers(7, 30),
-    st.sampled_from([0, 7, 13]),
+    st.sampled_from([7, 13]),
+    st.sampled_from([(0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 2, 2), range(8)]),
 )
 def test_every_row_finds_its_own_past_stored(
-    asked: list[tuple[int, list[int]]], slots: int, pages: int, sequence_blocks: int
+    asked: list[tuple[int, list[int]]],
+    slots: int,
+    pages: int,
+    sequence_blocks: int,
+    owners: Iterable[int],
 ) -> None:
     """A cache of tokens instead of keys and values, under any order of sessions and evictions; also
-    where a page may hold blocks of its own stripe only."""
-    batch = batch_of(pages=pages, slots=slots, sequence_blocks=sequence_blocks)
+    where a page may hold blocks of its own rank only."""
+    of = tuple(owners)
+    batch = batch_of(pages=pages, slots=slots, owners=of, sequence_blocks=sequence_blocks)
     for request_id, (session, prompt) in enumerate(asked):
         batch = ask(batch, request_id, tuple(prompt), session or None)
     limits = replace(LIMITS, num_slots=slots)
@@ -221,9 +229,8 @@ def test_every_row_finds_its_own_past_stored(
         for row in tick.rows:
             own = by_slot[row.slot]
             stored[own.pages[row.position // 4], row.position % 4] = row.token
-            if sequence_blocks:
-                stripes = [page_stripe(page, sequence_blocks) for page in own.pages]
-                assert stripes == [stripe_of(block) for block in range(len(own.pages))]
+            ranks = [of[page_stripe(page, sequence_blocks)] for page in own.pages]
+            assert ranks == [of[stripe_of(block)] for block in range(len(own.pages))]
             past = [stored[own.pages[p // 4], p % 4] for p in range(row.position + 1)]
             assert past == list(own.tokens[: row.position + 1])
         batch = answer(batch, tick)

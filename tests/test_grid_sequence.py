@@ -35,7 +35,7 @@ from anyshard.ops.exact import F32
 from anyshard.ops.kv_pages import page_bytes
 from anyshard.pages import PagePool
 from anyshard.request import Request
-from anyshard.stripes import blocks_of
+from anyshard.stripes import blocks_of, page_stripe, stripe_of
 from anyshard.verify.cells import BATCH, Cell, forced_logits, shuffled_pages
 from anyshard.verify.driver import Driver, open_group, served
 from anyshard.verify.naive import NaiveTp, rank_body
@@ -182,16 +182,18 @@ def test_rows_run_again_from_an_earlier_position_overwrite(
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
 def test_rows_of_several_sequences_in_any_order_and_pages_that_move(tp: int) -> None:
-    """Pages of a slot move within their stripe, as those of a pool do."""
+    """Pages of a slot move within their rank, as those of a pool do."""
     model = the_model(A9)
     vocab, blocks = model.config.vocab, 5
     prompts = [model.prompt[:150], hashed_tokens(97, vocab, seed=4)]
     order = shuffled_pages(3 * blocks)
-    pool, tables = PagePool.of(order, sequence_blocks=blocks), []
+    owners = cell(tp=tp).layout(model).stripe_owners
+    pool, tables = PagePool.of(order, owners=owners, sequence_blocks=blocks), []
     for _ in prompts:
         pages, pool = pool.take(blocks)
         tables.append(pages)
-    assert tables[0] != tuple(range(blocks))
+    stripes = [[page_stripe(page, blocks) for page in table] for table in tables]
+    assert any(each != [stripe_of(block) for block in range(blocks)] for each in stripes), "alike"
     entries = [
         (slot, block, page) for slot, table in enumerate(tables) for block, page in enumerate(table)
     ]
@@ -259,7 +261,7 @@ def test_a_rank_computes_with_its_share_of_weights_only() -> None:
 
 
 def test_pages_that_are_no_whole_number_of_sequences_limit_what_is_admitted() -> None:
-    """Nine pages of sequences of five blocks: the last stripe of a longer one may be short."""
+    """Three pages of sequences of five blocks: there is room for three."""
     model = the_model(A9)
     served_ = model.served
     layout = cell(tp=3).layout(model)
@@ -330,10 +332,14 @@ class Late(Binder):
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
-def test_a_rank_that_reads_late_finds_what_was_sent(slow: int) -> None:
+@pytest.mark.parametrize(
+    "split", [{"tp": 3}, {"heads": (0, 7, 2)}, {"tp": 3, "pp": 2}, {"heads": (0, 7, 2), "pp": 2}],
+    ids=str,
+)  # fmt: skip
+def test_a_rank_that_reads_late_finds_what_was_sent(slow: int, split: dict[str, Any]) -> None:
     """Nobody writes a buffer that it has not read, though there is one of each."""
     late = type("LateWorker", (Worker,), {"binder_type": type("L", (Late,), {"slow": slow})})
-    each = cell(tp=3, prompt_tokens=100, num_tokens=8, chunk=40)
+    each = cell(prompt_tokens=100, num_tokens=8, chunk=40, **split)
     model = the_model(A9)
     assert run_cell(model, each, rank_body=rank_body(late)).digest == baseline(model, each).digest
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import ADVERSARIAL_9_3, write_hf_model
 
-from anyshard.cli import main
+from anyshard.checkpoint.cache import load_image
+from anyshard.cli import main, running
+from anyshard.cli.doctor import doctor
+from anyshard.cli.flags import SplitFlags
+from anyshard.cli.machine import read_machine
+from anyshard.cli.running import open_model
+from anyshard.config import KvType
 from anyshard.engine import profile_of
+from anyshard.host import size_text
 
 Capture = pytest.CaptureFixture[str]
 RUN = ("--prompt", "One, two, three,", "--max-tokens", "5", "--json", "--comm", "threads")
@@ -79,6 +88,18 @@ def test_against_float64_it_is_reported_and_not_judged(capfd: Capture, model: Pa
     found = {each.point: each.relative_error or 0 for each in report.ops}
     assert found["v"] > 1e-3, "int8 was not in it"
     assert found["attention"] < 1e-4, "queries and weights of 16 bits are all that is lost"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_int8_adds_little_to_what_float32_is_off() -> None:
+    """Mean KL of the demo model from float64: 3.6e-4 at 256 tokens, 4.4e-4 at 1,500; f32 2e-12."""
+    from anyshard.accuracy import measure
+
+    kinds: tuple[KvType, ...] = ("f32", "int8")
+    wide, narrow = (measure(None, lengths=[256], kv=kv).lengths[0].ours.kl_mean for kv in kinds)
+    assert 0 <= wide < 1e-9, wide
+    assert wide < narrow <= wide + 1e-3, (wide, narrow)
 
 
 def test_an_unknown_type_is_refused(capfd: Capture) -> None:
@@ -184,3 +205,57 @@ def test_auto_splits_by_the_sequence_where_kv_memory_has_room_only_then(capfd: C
     assert json.loads(capfd.readouterr().out)["layout"]["kv_shard"] == "heads"
     assert main(["doctor", "--json", *memory, "--max-model-len", "96"]) == 0
     assert json.loads(capfd.readouterr().out)["split"]["kv_shard"] == "sequence"
+
+
+@pytest.fixture
+def band() -> tuple[int, int]:
+    """Bytes that 96 tokens take on two ranks by heads, whose KV --kv-memory caps at 64 tokens, and
+    by the sequence, of which it holds 96; in between neither way has room for all of them."""
+    split: Any = {"quantization": "none", "tensor_parallel_size": 2}
+    split["kv_memory"] = str(PAGE * 3 + 10)
+    heads, sequence = (
+        open_model(None, SplitFlags(kv_shard=kind, **split), num_prompts=1)
+        for kind in ("heads", "sequence")
+    )
+    return heads.need(96).total, sequence.need(96).total
+
+
+@pytest.mark.ranks
+def test_where_neither_way_has_room_both_reasons_are_told_and_nothing_is_loaded(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch, band: tuple[int, int], tmp_path: Path
+) -> None:
+    heads, sequence = band
+    assert heads < sequence, "there is no such band"
+    loaded = tmp_path / "loaded"
+
+    def note_and_load(*arguments: object, **options: object) -> object:
+        loaded.touch()
+        return load_image(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("anyshard.engine.load_image", note_and_load)
+    run = ["generate", "--prompt", "a b c", "--ignore-eos", "--json"]
+    run += ["-tp", "2", "--kv-memory", str(PAGE * 3 + 10)]
+    needed = size_text(sequence)
+    for free in (heads, sequence - 1):
+        monkeypatch.setattr(running, "read_memory", lambda free=free: (1 << 40, free))
+        want = (
+            f"96 tokens have no room: --kv-memory {PAGE * 3 + 10} holds 64 on these ranks by "
+            f"heads, and by the sequence {needed} of memory are needed and {size_text(free)} are "
+            "free; raise --kv-memory, lower --max-tokens or --max-model-len, or end other programs"
+        )
+        for limit in (["-n", "90"], ["--max-model-len", "96"]):
+            assert main([*run, *limit]) == 2
+            out, err = capfd.readouterr()
+            assert (out, err) == ("", f"anyshard: {want}\n")
+        machine = replace(read_machine(), memory_free=free)
+        monkeypatch.setattr(sys.modules[doctor.__module__], "read_machine", lambda m=machine: m)
+        assert main(["doctor", *run[5:], "--max-model-len", "96"]) == 2
+        out, err = capfd.readouterr()
+        assert err == f"anyshard: {want}\n" and "no room in --kv-memory" in out
+    assert not loaded.exists()
+    assert main([*run, "-n", "60", "--comm", "threads"]) == 0
+    assert json.loads(capfd.readouterr().out)["layout"]["kv_shard"] == "heads"
+    monkeypatch.setattr(running, "read_memory", lambda: (1 << 40, sequence))
+    assert main([*run, "-n", "90", "--comm", "threads"]) == 0
+    assert json.loads(capfd.readouterr().out)["layout"]["kv_shard"] == "sequence"
+    assert loaded.exists()

@@ -16,7 +16,8 @@ from test_verify import SHORT, Ran
 from anyshard.checkpoint import open_checkpoint
 from anyshard.cli import main, running
 from anyshard.cli.memory import kv_bytes, memory_need
-from anyshard.engine import f32_profile
+from anyshard.config import KvType
+from anyshard.engine import profile_of
 from anyshard.layout import KvShard, plan
 from anyshard.ledger import StepShape, wire_cost
 from anyshard.model import Program, program
@@ -83,8 +84,8 @@ def test_the_answer_is_the_same_and_the_record_says_how(
     )
 
 
-def programs(path: str, kv_shard: KvShard, tp: int = 4) -> list[Program]:
-    config, profile = open_checkpoint(path).config, f32_profile()
+def programs(path: str, kv_shard: KvShard, kv: KvType = "f32", tp: int = 4) -> list[Program]:
+    config, profile = open_checkpoint(path).config, profile_of("f32", kv)
     layout = plan(config, tp=tp, kv_shard=kv_shard, leaf=profile.leaf)
     return [program(config, profile, layout, rank) for rank in range(layout.world)]
 
@@ -146,6 +147,37 @@ def test_auto_takes_the_sequence_where_heads_have_no_room_and_says_why(
     have(sequence - 1)
     assert main(command) == 2
     assert "of memory are needed" in capfd.readouterr().err
+
+
+def test_a_refusal_names_ways_to_keep_less_with_their_bytes(
+    tiny: str, have: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """int8 where keys and values are float32, the sequence where heads were asked for."""
+    have(needed(tiny, "heads") - 1)
+    command = ["generate", tiny, *SPLIT, *PROMPTS, "--max-model-len", "128", "--kv-shard", "heads"]
+    held = {
+        (kv_shard, kv): 8 * sum(kv_bytes(each, tokens=128) for each in programs(tiny, kv_shard, kv))
+        for kv_shard, kv in (("heads", "int8"), ("sequence", "f32"), ("sequence", "int8"))
+    }
+    size = {way: running.size_text(count) for way, count in held.items()}
+    assert main(command) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        f"take --kv-cache-dtype int8 (KV {size['heads', 'int8']}) or --kv-shard sequence "
+        f"(KV {size['sequence', 'f32']}), end other programs"
+    ) in said
+    have(100 << 20)  # of which processes take more
+    assert main(command) == 2
+    assert "take --kv" not in capfd.readouterr().err
+    have(needed(tiny, "sequence") - 1)
+    for way in ("auto", "sequence"):
+        assert main([*command[:-1], way]) == 2
+        said = capfd.readouterr().err
+        shown = size["sequence" if way == "sequence" else "heads", "int8"]
+        assert f", take --kv-cache-dtype int8 (KV {shown}), end" in said, said
+    assert main([*command, "--kv-cache-dtype", "int8"]) in (0, 2)
+    assert "--kv-cache-dtype" not in capfd.readouterr().err
 
 
 def test_one_rank_has_nothing_to_choose(

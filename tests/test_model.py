@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from models import MODELS, QWEN2_SHAPED, QWEN3_SHAPED
 
 from anyshard.config import ModelConfig
-from anyshard.engine import f32_profile
+from anyshard.engine import EngineOptions, f32_profile, plan_epoch
 from anyshard.layout import Layout, plan
-from anyshard.model import Program, Weight, program
+from anyshard.model import Op, OpKind, Program, Weight, program
 
 TINY = [config for name, config in MODELS.items() if name.startswith("adversarial")]
 TINY.append(QWEN3_SHAPED)
@@ -178,3 +179,59 @@ def test_weight_bytes_over_ranks_are_the_model_plus_what_is_held_twice() -> None
             for tp in (low, high)
         )
         assert many < few <= whole.weight_bytes
+
+
+# --- exchanges of one buffer --------------------------------------------------------------------
+
+#: Of each exchange that is fenced: the op that writes its buffer, its gather, the op that reads it.
+FENCED: dict[str, tuple[OpKind, OpKind, OpKind]] = {
+    "queries": ("qkv", "gather_q", "attention"),
+    "states": ("attention", "gather_states", "merge_states"),
+}
+SPLIT_ALIKE = [{"tp": tp, "pp": pp} for tp in range(2, 9) for pp in range(1, 4)]
+SPLIT_BY_HAND = [
+    {"heads": heads, "pp": pp}
+    for heads in ((0, 7, 2), (2, 7), (9, 0), (0, 0, 9), (4, 0, 0, 5))
+    for pp in (1, 3)
+]
+
+
+def seen_by_all(parts: list[Program], name: str) -> list[set[tuple[OpKind, int]]]:
+    """For every use of a fenced exchange: the others in which all ranks of a stage take part
+    between their last read of it and their next write, in the next frame where this one ends."""
+    writes, gathers, reads = FENCED[name]
+    uses: dict[int, list[set[tuple[OpKind, int]]]] = {}
+    for part in parts:
+        ops = [op for op in part.ops if op.kind != "gather_logits"] * 2
+        starts = [at for at, op in enumerate(ops) if op.kind == gathers]
+        for use, (start, again) in enumerate(pairwise(starts[: len(starts) // 2 + 1])):
+            between = range(start + 1, again)
+            read = max((at for at in between if ops[at].kind == reads), default=start)
+            written = next(at for at in range(read + 1, len(ops)) if ops[at].kind == writes)
+            assert written < again, "what is sent is written before"
+            fences = {_place(op) for op in ops[read + 1 : written] if op.kind.startswith("gather")}
+            uses.setdefault(use, []).append(fences - {_place(ops[start])})
+    assert all(len(each) == len(parts) for each in uses.values()), "one takes no part"
+    return [set.intersection(*each) for each in uses.values()]
+
+
+def _place(op: Op) -> tuple[OpKind, int]:
+    return op.kind, op.layer
+
+
+@pytest.mark.parametrize("split", [*SPLIT_ALIKE, *SPLIT_BY_HAND], ids=str)
+def test_a_fenced_buffer_is_read_by_all_before_any_rank_writes_it_again(
+    split: dict[str, Any],
+) -> None:
+    config = MODELS["adversarial-9-3"]
+    layout = plan(config, kv_shard="sequence", leaf=64, **split)
+    parts = programs(config, layout)
+    options = EngineOptions(max_model_len=64)
+    sizes = plan_epoch(parts, options, body="scalar", threads=1, spin=False).sizes
+    assert {each.name for each in sizes.wires.exchanges if each.is_fenced} == set(FENCED)
+    for stage in range(layout.pp):
+        group = [part for part in parts if part.stage == stage]
+        for name in FENCED:
+            found = seen_by_all(group, name)
+            assert len(found) == layout.layers[stage][1] - layout.layers[stage][0]
+            assert all(found), (name, found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 from anyshard.cli import main
+from anyshard.layout import even_spans
+from anyshard.stripes import STRIPES, blocks_of
 
 TEXT = Path(__file__).parent / "texts" / "english.txt"
 NEEDLE = "The secret number of the lighthouse is 4821. "
@@ -77,7 +80,12 @@ def test_every_layout_finds_it_alike(tokens: int, kv: str, split: tuple[str, ...
     found, whole = answer(tokens, 0.3, kv, *split), unsplit(tokens, 0.3, kv)
     assert found["text"] == NEEDLE.strip()
     assert found["logits_sha256"] == whole["logits_sha256"]
-    if "sequence" in split:
-        share = found["kv_bytes"][0] / whole["kv_bytes"][0]
-        tp = int(split[1])
-        assert share <= (-(-8 // tp) / 8 + 8 * 32 / tokens) / (2 if "-pp" in split else 1)
+    shape = found["layout"]
+    assert shape["kv_shard"] == ("sequence" if "sequence" in split else "heads")
+    if "sequence" in split:  # a rank keeps its stripes' blocks of its stage's layers, no more
+        blocks, (all_layers,) = -(-(tokens + 16) // 32), whole["layout"]["layers"]
+        for rank, held in enumerate(found["kv_bytes"]):
+            stage, index = divmod(rank, shape["tp"])
+            kept = blocks_of(even_spans(STRIPES, shape["tp"])[index], blocks)
+            share = Fraction(kept * shape["layers"][stage], blocks * all_layers)
+            assert held == whole["kv_bytes"][0] * share, rank

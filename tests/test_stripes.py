@@ -95,13 +95,25 @@ def test_sizes_that_no_machine_has_are_counted_at_once() -> None:
     assert num_local_pages((0, 4), **pages) == 2048 << 19
 
 
-@given(st.integers(1, 21), st.lists(st.integers(0, 60), max_size=12), st.randoms())
-def test_a_block_is_given_a_page_of_its_stripe(
-    blocks: int, asked: list[int], random: object
+def test_whose_a_stripe_is() -> None:
+    for tp in range(1, 9):
+        owners = split(tp).stripe_owners
+        assert len(owners) == STRIPES
+        for index in range(tp):
+            span = split(tp).stripes(index)
+            assert owners[slice(*span)] == (0 if tp == 1 else index,) * (span[1] - span[0])
+    assert plan(WIDE, tp=4, leaf=64).stripe_owners == (0,) * 8
+
+
+@given(
+    st.integers(1, 8), st.integers(1, 21), st.lists(st.integers(0, 60), max_size=12), st.randoms()
+)
+def test_a_block_is_given_a_page_of_its_rank(
+    tp: int, blocks: int, asked: list[int], random: object
 ) -> None:
-    order = list(range(3 * blocks))
+    order, owners = list(range(3 * blocks)), split(tp).stripe_owners
     random.shuffle(order)  # type: ignore[attr-defined]
-    pool = PagePool.of(order, sequence_blocks=blocks)
+    pool = PagePool.of(order, owners=owners, sequence_blocks=blocks)
     assert pool.most_blocks() >= blocks
     held: list[tuple[int, ...]] = []
     for each in asked:
@@ -114,13 +126,13 @@ def test_a_block_is_given_a_page_of_its_stripe(
                 continue
             pages, pool = pool.take(count, first=first)
             held.append(pages)
-            stripes = [page_stripe(page, blocks) for page in pages]
-            assert stripes == [stripe_of(first + index) for index in range(count)]
+            ranks = [owners[page_stripe(page, blocks)] for page in pages]
+            assert ranks == [owners[stripe_of(first + index)] for index in range(count)]
         assert sorted([*pool.free, *(page for pages in held for page in pages)]) == sorted(order)
 
 
-def test_pages_of_another_stripe_do_not_help() -> None:
-    pool = PagePool.of(range(16), sequence_blocks=16)
+def test_pages_of_another_rank_do_not_help() -> None:
+    pool = PagePool.of(range(16), owners=tuple(range(8)), sequence_blocks=16)
     first, pool = pool.take(8)  # blocks 0 to 7
     assert first == tuple(range(8))
     assert pool.holds(8) and not pool.holds(9)
@@ -134,14 +146,31 @@ def test_pages_of_another_stripe_do_not_help() -> None:
     assert pool.give(again).holds(1, first=8)
 
 
+@pytest.mark.parametrize("tp", range(1, 9))
+@pytest.mark.parametrize("blocks", [1, 5, 8, 40])
+def test_prompts_of_one_block_may_use_every_page_of_the_first_rank(tp: int, blocks: int) -> None:
+    """And no other's: all begin with block 0."""
+    num_pages = 6 * blocks
+    pool = PagePool.of(range(num_pages), owners=split(tp).stripe_owners, sequence_blocks=blocks)
+    numbers = local_pages(split(tp).stripes(0), num_pages=num_pages, sequence_blocks=blocks)
+    taken: list[int] = []
+    while pool.holds(1):
+        pages, pool = pool.take(1)
+        taken += pages
+    assert sorted(taken) == np.flatnonzero(numbers >= 0).tolist()
+    if blocks % 8 == 0:
+        assert len(taken) == num_pages * -(-8 // tp) // 8
+
+
 @pytest.mark.parametrize("pages", range(1, 40))
-def test_the_longest_sequence_is_known(pages: int) -> None:
+@pytest.mark.parametrize("tp", range(1, 9))
+def test_the_longest_sequence_is_known(pages: int, tp: int) -> None:
     """Of pages that are no whole number of sequences, it may be shorter than they are many."""
     for blocks in (3, 8, 13):
-        pool = PagePool.of(range(pages), sequence_blocks=blocks)
+        pool = PagePool.of(range(pages), owners=split(tp).stripe_owners, sequence_blocks=blocks)
         most = pool.most_blocks()
         assert pool.holds(most) and not pool.holds(most + 1)
-    assert PagePool.of(range(pages)).most_blocks() == pages
+        assert most == pages if tp == 1 or pages <= blocks else blocks <= most <= pages
 
 
 @pytest.mark.parametrize("config", [*MODELS.values(), QWEN2_SHAPED], ids=lambda c: str(c.num_heads))

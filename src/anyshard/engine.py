@@ -285,9 +285,10 @@ class Engine:
             spin=not self.crowded,
         )
         self.comm, self.limits = plan.ranks.comm, plan.limits
-        sequence_blocks = pages_for(options.max_model_len, block=profile.kv_block)
         pool = PagePool.of(
-            plan.pages, sequence_blocks=sequence_blocks if layout.splits_sequence else 0
+            plan.pages,
+            owners=layout.stripe_owners,
+            sequence_blocks=pages_for(options.max_model_len, block=profile.kv_block),
         )
         self._num_pages, self._most_blocks = len(plan.pages), pool.most_blocks()
         self.batch = Batch(

@@ -18,7 +18,7 @@ from anyshard.ops.exact import I32
 from anyshard.ops.kv_pages import Pages, page_bytes, page_shape
 from anyshard.stripes import blocks_of, page_stripe
 
-__all__ = ["KvCache", "local_pages", "num_local_pages"]
+__all__ = ["KvCache", "local_pages", "num_local_pages", "rank_page_bytes"]
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 HUGE = 1 << 23  # bytes from which on huge pages are asked for: of less, they would be a large part
@@ -41,6 +41,12 @@ def local_pages(stripes: Span, *, num_pages: int, sequence_blocks: int) -> I32:
     return numbers
 
 
+def rank_page_bytes(config: ModelConfig, profile: Profile, *, layers: Span, kv_heads: Span) -> int:
+    """Bytes of a page on a rank: K and V of 32 tokens, over its layers and KV heads."""
+    num_parts = 2 * (layers[1] - layers[0]) * (kv_heads[1] - kv_heads[0])
+    return num_parts * page_bytes(profile.kv, config.head_dim)
+
+
 class KvCache:
     """Keys and values of `layers` x `kv_heads`, `num_pages` pages each.
 
@@ -61,8 +67,8 @@ class KvCache:
     ) -> None:
         num_heads = kv_heads[1] - kv_heads[0]
         num_layers = layers[1] - layers[0]
-        one = page_bytes(profile.kv, config.head_dim)
-        self.bytes = 2 * num_layers * num_pages * num_heads * one
+        of_page = rank_page_bytes(config, profile, layers=layers, kv_heads=kv_heads)
+        self.bytes = num_pages * of_page
         self.layers = layers
         shape = (num_layers, num_pages, num_heads)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE

@@ -213,6 +213,13 @@ class Layout:
         """Stripes whose blocks this TP index keeps: all of them, unless they split the sequence."""
         return even_spans(STRIPES, self.tp)[tp_index] if self.splits_sequence else (0, STRIPES)
 
+    @property
+    def stripe_owners(self) -> tuple[int, ...]:
+        """Of each stripe the TP index that keeps its blocks; 0 where all keep all."""
+        if not self.splits_sequence:
+            return (0,) * STRIPES
+        return tuple(index for index in range(self.tp) for _ in range(*self.stripes(index)))
+
     def kv_heads(self, tp_index: int, q_per_kv: int) -> Span:
         """KV heads kept here: those that its query heads attend to, or all of some blocks."""
         if self.splits_sequence:

@@ -1,13 +1,14 @@
 """KV page accounting in the front: which pages are free, and who holds which.
 
 Pure: taking and giving back make a new pool. Knows nothing of what is stored in a page. Where TP
-ranks split the sequence, a page is kept by one of them: it may hold blocks of one stripe only.
+ranks split the sequence, a page is kept by one of them for good: it may hold blocks of that rank's
+stripes only, of any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anyshard.stripes import STRIPES, page_stripe, stripe_of
 
@@ -23,17 +24,26 @@ def pages_for(num_tokens: int, *, block: int) -> int:
 class PagePool:
     """Free pages; the last one given back is the first one taken.
 
-    stacks: one, or where pages belong to stripes one for each of those, the next to be taken last.
-    sequence_blocks: then of the longest sequence, else 0.
+    stacks: one for each rank that keeps pages of its own, the next to be taken last; one in all
+    where every rank keeps every page. owners: of each stripe, the stack of its blocks.
+    sequence_blocks: of the longest sequence, by which a page has a stripe and so an owner.
     """
 
     stacks: tuple[tuple[int, ...], ...]
-    sequence_blocks: int = 0
+    owners: tuple[int, ...] = (0,) * STRIPES
+    sequence_blocks: int = 1
 
     @classmethod
-    def of(cls, order: Iterable[int], *, sequence_blocks: int = 0) -> PagePool:
+    def of(
+        cls,
+        order: Iterable[int],
+        *,
+        owners: tuple[int, ...] = (0,) * STRIPES,
+        sequence_blocks: int = 1,
+    ) -> PagePool:
         """A pool that hands out pages in the given order. Raises: AssertionError if one repeats."""
-        return cls(((),) * (STRIPES if sequence_blocks else 1), sequence_blocks).give(tuple(order))
+        assert len(owners) == STRIPES
+        return cls(((),) * (max(owners) + 1), owners, sequence_blocks).give(tuple(order))
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -49,12 +59,15 @@ class PagePool:
 
     def most_blocks(self) -> int:
         """Blocks of the longest sequence for which there are pages."""
-        if not self.sequence_blocks:
-            return len(self.stacks[0])
-        # of a stripe with n pages, all blocks before its block number n
-        ends = (
-            STRIPES * len(stack) + stripe_of(stripe) for stripe, stack in enumerate(self.stacks)
-        )
+        ends: list[int] = []
+        for index, stack in enumerate(self.stacks):
+            of_rank = self.owners.count(index)
+            end = len(stack) // of_rank * STRIPES  # so many of its pages are used up by then
+            left = len(stack) % of_rank
+            while self._stack_of(end) != index or left:
+                left -= self._stack_of(end) == index
+                end += 1
+            ends.append(end)
         return min(ends)
 
     def take(self, count: int, *, first: int = 0) -> tuple[tuple[int, ...], PagePool]:
@@ -62,16 +75,15 @@ class PagePool:
         assert self.holds(count, first=first), "admission reserves pages before it takes them"
         stacks = [list(stack) for stack in self.stacks]
         taken = tuple(stacks[self._stack_of(first + i)].pop() for i in range(count))
-        return taken, PagePool(tuple(tuple(stack) for stack in stacks), self.sequence_blocks)
+        return taken, replace(self, stacks=tuple(tuple(stack) for stack in stacks))
 
     def give(self, pages: tuple[int, ...]) -> PagePool:
         """The pool with `pages` back in it."""
         stacks = [list(stack) for stack in self.stacks]
         for page in reversed(pages):
-            stripe = page_stripe(page, self.sequence_blocks) if self.sequence_blocks else 0
-            stacks[stripe].append(page)
+            stacks[self.owners[page_stripe(page, self.sequence_blocks)]].append(page)
         assert all(len(set(stack)) == len(stack) for stack in stacks)
-        return PagePool(tuple(tuple(stack) for stack in stacks), self.sequence_blocks)
+        return replace(self, stacks=tuple(tuple(stack) for stack in stacks))
 
     def _stack_of(self, block: int) -> int:
-        return stripe_of(block) if self.sequence_blocks else 0
+        return self.owners[stripe_of(block)]

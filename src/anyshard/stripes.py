@@ -22,7 +22,8 @@ def stripe_of(block: int) -> int:
 
 
 def page_stripe(page: int, sequence_blocks: int) -> int:
-    """The stripe whose blocks a page may hold: pages are whole sequences one after another."""
+    """The stripe that a page is of, and so the rank that keeps it: pages are dealt as the blocks of
+    whole sequences one after another."""
     return stripe_of(page % sequence_blocks)
 
 

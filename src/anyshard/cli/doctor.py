@@ -18,10 +18,10 @@ from cyclopts import Parameter
 
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import Machine, read_machine
-from anyshard.cli.memory import MemoryNeed, kv_bytes, memory_need
+from anyshard.cli.memory import kv_bytes
 from anyshard.cli.running import Opened, context_limit, image_cache, layout_of
 from anyshard.cli.screen import tell
-from anyshard.errors import CheckpointError
+from anyshard.errors import CheckpointError, LayoutError
 from anyshard.host import size_text
 
 if TYPE_CHECKING:
@@ -57,14 +57,8 @@ def doctor(
     facts = examine(model, split, read_machine())
     tell(json.dumps(facts) if json_output else "\n".join(_lines(facts)))
     memory = facts.get("memory")
-    if memory is not None:
-        parts = ("weights", "kv", "buffers", "processes")
-        need = MemoryNeed(
-            **{part: memory[part] for part in parts},
-            num_seqs=memory["kv_sequences"],
-            tokens=memory["kv_tokens"],
-        )
-        need.refuse_over(memory["free"])
+    if memory is not None and memory["short"] is not None:
+        raise LayoutError(memory["short"])
     return 0
 
 
@@ -219,15 +213,11 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
     programs = [
         program(config, profile, layout, rank, storage=storage) for rank in range(layout.world)
     ]
-    need = memory_need(
-        checkpoint,
-        programs,
-        tokens=limit,
-        num_seqs=split.max_num_seqs or 1,
-        chunk=split.chunk,
-        kv_pages=taken.kv_pages,
-        comm=split.comm,
-    )
+    need, short = taken.need(limit), None
+    try:
+        opened.admit(limit)
+    except LayoutError as error:
+        short = str(error)
     return {
         "model": {
             "path": str(checkpoint.path),
@@ -254,7 +244,8 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
             "processes": need.processes,
             "needed": need.total,
             "free": machine.memory_free,
-            "fits": need.total <= machine.memory_free,
+            "fits": short is None,
+            "short": short,
         },
     }
 
@@ -407,9 +398,10 @@ def _cache_lines(cache: Facts) -> list[str]:
 def _memory_lines(facts: Facts) -> list[str]:
     memory = facts["memory"]
     many = memory["kv_sequences"]
+    verdict = "too large" if memory["needed"] > memory["free"] else "no room in --kv-memory"
     return [
         _row(
-            "fits" if memory["fits"] else "too large",
+            "fits" if memory["fits"] else verdict,
             f"{size_text(memory['needed'])} needed, {size_text(memory['free'])} free",
         ),
         _row(

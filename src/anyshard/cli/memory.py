@@ -32,6 +32,7 @@ class MemoryNeed:
 
     `kv` holds `num_seqs` sequences of `tokens` tokens; `buffers` are those that grow with
     --chunk, --max-num-seqs and --max-model-len; `processes` are front, launcher and ranks.
+    `savers`: flags that were not given, and what is needed with each, for `refuse_over` to name.
     """
 
     weights: int
@@ -40,6 +41,7 @@ class MemoryNeed:
     processes: int
     num_seqs: int
     tokens: int
+    savers: tuple[tuple[str, MemoryNeed], ...] = ()
 
     @property
     def total(self) -> int:
@@ -70,7 +72,13 @@ class MemoryNeed:
         flags = ["--max-model-len"]
         flags += ["--max-num-seqs"] if self.num_seqs > 1 else []
         flags += ["--chunk"] if self.buffers > self.kv else []
-        return f"lower {' or '.join(flags)}, end other programs, or take a smaller model"
+        named = [
+            f"{flag} (KV {size_text(need.kv)})"
+            for flag, need in self.savers
+            if need.total <= free or (self.kv >= self.buffers and need.total < self.total)
+        ]
+        take = f"take {' or '.join(named)}, " if named else ""
+        return f"lower {' or '.join(flags)}, {take}end other programs, or take a smaller model"
 
 
 def memory_need(
@@ -126,12 +134,12 @@ def memory_need(
     )
 
 
-def page_bytes(part: Program) -> int:
-    """Bytes of one rank for a page that it keeps, over its layers and KV heads."""
-    from anyshard.ops.kv_pages import page_bytes as of_head
+def _page_bytes(part: Program) -> int:
+    """Bytes of one rank for a page that it keeps."""
+    from anyshard.kv import rank_page_bytes
 
-    num_layers, num_heads = (stop - start for start, stop in (part.layers, part.kv_heads))
-    return 2 * num_layers * num_heads * of_head(part.profile.kv, part.config.head_dim)
+    spans = {"layers": part.layers, "kv_heads": part.kv_heads}
+    return rank_page_bytes(part.config, part.profile, **spans)
 
 
 def _kept_bytes(part: Program, num_pages: int, *, tokens: int) -> int:
@@ -141,7 +149,7 @@ def _kept_bytes(part: Program, num_pages: int, *, tokens: int) -> int:
 
     blocks = pages_for(tokens, block=part.profile.kv_block)
     kept = num_local_pages(part.stripes, num_pages=num_pages, sequence_blocks=blocks)
-    return page_bytes(part) * kept
+    return _page_bytes(part) * kept
 
 
 def kv_bytes(part: Program, *, tokens: int) -> int:
@@ -150,7 +158,7 @@ def kv_bytes(part: Program, *, tokens: int) -> int:
     from anyshard.stripes import blocks_of
 
     num_pages = blocks_of(part.stripes, pages_for(tokens, block=part.profile.kv_block))
-    return page_bytes(part) * num_pages
+    return _page_bytes(part) * num_pages
 
 
 def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
@@ -160,7 +168,7 @@ def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
     """
     layout = programs[0].layout
     of_all = sum(  # of ranks that split the sequence, one of a stage keeps it
-        page_bytes(each) for each in programs if not layout.splits_sequence or each.tp_index == 0
+        _page_bytes(each) for each in programs if not layout.splits_sequence or each.tp_index == 0
     )
     if kv_memory < of_all:
         raise LayoutError(

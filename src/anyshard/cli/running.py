@@ -88,9 +88,53 @@ class Opened:
         return self._has_room(tokens) or self.for_tokens(tokens)._has_room(tokens)
 
     def admit(self, tokens: int) -> None:
-        """Refuse sequences of so many tokens if they have no room. Raises: LayoutError."""
-        if self.free is not None:
-            self.for_tokens(tokens)._need(tokens).refuse_over(self.free)
+        """Refuse sequences of so many tokens if they have no room: in the memory that is free, and
+        in --kv-memory. Raises: LayoutError with what is short."""
+        taken = self.for_tokens(tokens)
+        if taken.flags.kv_memory_bytes is not None and tokens > taken._kv_tokens:
+            raise LayoutError(taken._why_no_pages(tokens))
+        if self.free is None:
+            return
+        need = taken.need(tokens)
+        if need.total > self.free:
+            replace(need, savers=tuple(taken._savers(tokens))).refuse_over(self.free)
+
+    def need(self, tokens: int) -> MemoryNeed:
+        """What sequences of so many tokens take of this host."""
+        return memory_need(
+            self.checkpoint,
+            self.programs,
+            tokens=tokens,
+            num_seqs=self.num_seqs,
+            chunk=self.flags.chunk,
+            kv_pages=self.kv_pages,
+            comm=self.flags.comm,
+            record=self.record,
+        )
+
+    def _savers(self, tokens: int) -> Iterator[tuple[str, MemoryNeed]]:
+        """Flags of KV that were not given, and what is needed with each."""
+        if self.profile.kv == "f32":
+            int8 = self._cut(self.layout, replace(self.profile, kv="int8"))
+            yield "--kv-cache-dtype int8", int8.need(tokens)
+        if self.flags.kv_shard == "heads" and self._may_split_sequence:
+            sequence = self._cut(replace(self.layout, kv_shard="sequence"), self.profile)
+            yield "--kv-shard sequence", sequence.need(tokens)
+
+    def _why_no_pages(self, tokens: int) -> str:
+        """That --kv-memory has too few pages, and why the other way to split KV does not help."""
+        text = (
+            f"{tokens} tokens have no room: --kv-memory {self.flags.kv_memory} holds "
+            f"{self._kv_tokens} on these ranks"
+        )
+        other = self._by_sequence()
+        if other is None or self.free is None or tokens > other._kv_tokens:
+            return f"{text}; raise --kv-memory, or lower --max-tokens or --max-model-len"
+        needed, free = size_text(other.need(tokens).total), size_text(self.free)
+        return (
+            f"{text} by heads, and by the sequence {needed} of memory are needed and {free} are "
+            "free; raise --kv-memory, lower --max-tokens or --max-model-len, or end other programs"
+        )
 
     def for_tokens(self, tokens: int) -> Opened:
         """With keys and values split by the sequence, where --kv-shard is auto and sequences of so
@@ -100,17 +144,23 @@ class Opened:
 
     def _by_sequence(self) -> Opened | None:
         """That way, if --kv-shard leaves it open."""
-        from anyshard.model import program
+        if self.flags.kv_shard != "auto" or not self._may_split_sequence:
+            return None
+        return self._cut(replace(self.layout, kv_shard="sequence"), self.profile)
+
+    @property
+    def _may_split_sequence(self) -> bool:
         from anyshard.stripes import STRIPES
 
-        layout = self.layout
-        is_open = self.flags.kv_shard == "auto" and 1 < layout.tp <= STRIPES
-        if not is_open or layout.splits_sequence:
-            return None
-        other = replace(layout, kv_shard="sequence")
+        return 1 < self.layout.tp <= STRIPES and not self.layout.splits_sequence
+
+    def _cut(self, layout: Layout, profile: Profile) -> Opened:
+        """The same, cut and computed so."""
+        from anyshard.model import program
+
         ranks = range(layout.world)
-        programs = tuple(program(self.config, self.profile, other, rank) for rank in ranks)
-        return replace(self, layout=other, programs=programs)
+        programs = tuple(program(self.config, profile, layout, rank) for rank in ranks)
+        return replace(self, layout=layout, profile=profile, programs=programs)
 
     def within_kv_memory(self) -> Opened:
         """With a limit that --kv-memory has room for, whichever way --kv-shard may take.
@@ -143,19 +193,7 @@ class Opened:
     def _has_room(self, tokens: int) -> bool:
         if self.flags.kv_memory_bytes is not None and tokens > self._kv_tokens:
             return False
-        return self.free is None or self._need(tokens).total <= self.free
-
-    def _need(self, tokens: int) -> MemoryNeed:
-        return memory_need(
-            self.checkpoint,
-            self.programs,
-            tokens=tokens,
-            num_seqs=self.num_seqs,
-            chunk=self.flags.chunk,
-            kv_pages=self.kv_pages,
-            comm=self.flags.comm,
-            record=self.record,
-        )
+        return self.free is None or self.need(tokens).total <= self.free
 
 
 def open_model(

@@ -52,8 +52,8 @@ class ExchangeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `root_only` exchanges are read by tp rank 0 alone (logits, value-and-id pairs). Of `all_to_all`
     ones the buffer holds a part for each tp rank, one after the other, and each reads its own.
-    `is_fenced`: before a rank writes its buffer again, all have read it, which another exchange
-    in between makes sure of; so the buffers of both parities are the same.
+    `is_fenced`: before a rank writes its buffer again, all have read it and then published another
+    exchange, for which it has waited; so the buffers of both parities are the same.
     """
 
     name: str
@@ -136,6 +136,11 @@ class Exchange(Protocol):
     Write `send_buffer(parity)`, call `run`, read `sources` of that same parity. They stay
     unchanged until *this* rank returns from the next `run`: a peer that has published step n + 1
     has read step n, so nobody writes a buffer that a slow peer still reads.
+
+    Of an exchange that `is_fenced` both parities are one buffer, and the sources stay unchanged
+    only until this rank publishes another exchange of the group, which is the fence: a peer that
+    has seen that may write its buffer again at once. So whatever reads them comes before.
+    Held by: test_model.py::test_a_fenced_buffer_is_read_by_all_before_any_rank_writes_it_again.
     """
 
     capacity_floats: int

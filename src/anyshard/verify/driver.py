@@ -119,7 +119,7 @@ class Driver:
     """One epoch of one layout; a context manager.
 
     rows_max: most rows of a frame. Slot s holds consecutive pages from s * blocks on, until a step
-    says otherwise; where ranks split the sequence, with pages of the same stripes (`pages.py`).
+    says otherwise; where ranks split the sequence, with pages of the same ranks (`pages.py`).
     poison: the KV cache starts as NaN. ranks: "threads" of this process, or "forked" processes as
     in production; rank_body: what they run, for naive orders and planted faults. capture: what they
     copy (`capture.py`).
