@@ -196,7 +196,8 @@ def test_auto_splits_by_the_sequence_where_kv_memory_has_room_only_then(capfd: C
     said = capfd.readouterr()
     found = json.loads(said.out)
     assert found["layout"]["kv_shard"] == "sequence" and sum(found["kv_bytes"]) == PAGE * 3
-    assert "KV is split by the sequence (" in said.err and "by heads (" in said.err
+    assert "KV is split by the sequence (2.9 MB of KV on the fullest rank, " in said.err
+    assert f"by heads --kv-memory {PAGE * 3 + 10} has room for 64 of 96 tokens" in said.err
     assert main([*run, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["logits_sha256"] == found["logits_sha256"]
     assert main([*run, *memory, "--kv-shard", "heads"]) == 2

@@ -21,7 +21,7 @@ from anyshard.engine import profile_of
 from anyshard.layout import KvShard, plan
 from anyshard.ledger import StepShape, wire_cost
 from anyshard.model import Program, program
-from anyshard.verify.grid import Split, by_sequence, full, parse_layouts, quick
+from anyshard.verify.grid import Split, full, parse_layouts, quick, sharded
 
 SPLIT = ("-tp", "4", "--comm", "threads", "--chunk", "1")
 TEXTS = ("a", "b", "c", "ab", "abc", "aa", "bb", "cc")
@@ -229,7 +229,7 @@ def test_a_layouts_name_may_end_in_seq() -> None:
         Split(heads=(7, 2), kv_shard="sequence"),
         Split(tp=2),
     )
-    assert by_sequence(parse_layouts("tp2,pp2seq")) == parse_layouts("tp2seq,pp2seq")
+    assert sharded(parse_layouts("tp2,pp2seq"), "sequence") == parse_layouts("tp2seq,pp2seq")
 
 
 def test_named_grids_have_such_cells() -> None:

@@ -275,7 +275,7 @@ class _Bench:
 
 def _splits(flags: BenchFlags) -> tuple[Split, ...]:
     """Those of --layouts, or the one of -tp and its like. Raises: OptionError."""
-    from anyshard.verify.grid import Split, by_sequence, parse_layouts
+    from anyshard.verify.grid import Split, parse_layouts, sharded
 
     one = Split(
         tp=flags.tensor_parallel_size or 1,
@@ -284,7 +284,7 @@ def _splits(flags: BenchFlags) -> tuple[Split, ...]:
         layers=flags.layer_counts,
     )
     splits = (one,) if flags.layouts is None else parse_layouts(flags.layouts)
-    return by_sequence(splits) if flags.kv_shard == "sequence" else splits
+    return sharded(splits, flags.kv_shard)
 
 
 class Printer:

@@ -240,6 +240,7 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
             "kv": need.kv,
             "kv_tokens": need.tokens,
             "kv_sequences": need.num_seqs,
+            "kv_room": None if taken.kv_pages is None else taken.kv_pages * profile.kv_block,
             "buffers": need.buffers,
             "processes": need.processes,
             "needed": need.total,
@@ -395,9 +396,16 @@ def _cache_lines(cache: Facts) -> list[str]:
     ]
 
 
+def _kv_text(memory: Facts) -> str:
+    many, room = memory["kv_sequences"], memory["kv_room"]
+    wanted = f"{'' if many == 1 else f'{many} x '}{memory['kv_tokens']}"
+    if room is not None and room < many * memory["kv_tokens"]:
+        return f"KV of {room} tokens in all, of {wanted}, {size_text(memory['kv'])}"
+    return f"KV of {wanted} tokens {size_text(memory['kv'])}"
+
+
 def _memory_lines(facts: Facts) -> list[str]:
     memory = facts["memory"]
-    many = memory["kv_sequences"]
     verdict = "too large" if memory["needed"] > memory["free"] else "no room in --kv-memory"
     return [
         _row(
@@ -407,8 +415,7 @@ def _memory_lines(facts: Facts) -> list[str]:
         _row(
             "",
             f"weights {size_text(memory['weights'])}, shared by the ranks",
-            f"KV of {'' if many == 1 else f'{many} x '}{memory['kv_tokens']} tokens "
-            f"{size_text(memory['kv'])}",
+            _kv_text(memory),
             f"buffers {size_text(memory['buffers'])}",
             f"processes {size_text(memory['processes'])}",
         ),

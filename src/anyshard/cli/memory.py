@@ -172,7 +172,7 @@ def pages_in(programs: Sequence[Program], kv_memory: int) -> int:
     )
     if kv_memory < of_all:
         raise LayoutError(
-            f"--kv-memory {size_text(kv_memory)} holds no page: {programs[0].profile.kv_block} "
-            f"tokens take {size_text(of_all)} on these ranks"
+            f"--kv-memory of {kv_memory} bytes holds no page: {programs[0].profile.kv_block} "
+            f"tokens take {of_all} bytes on these ranks"
         )
     return kv_memory // of_all

@@ -91,7 +91,7 @@ class Opened:
         """Refuse sequences of so many tokens if they have no room: in the memory that is free, and
         in --kv-memory. Raises: LayoutError with what is short."""
         taken = self.for_tokens(tokens)
-        if taken.flags.kv_memory_bytes is not None and tokens > taken._kv_tokens:
+        if taken.flags.kv_memory_bytes is not None and tokens > taken.kv_tokens:
             raise LayoutError(taken._why_no_pages(tokens))
         if self.free is None:
             return
@@ -125,10 +125,10 @@ class Opened:
         """That --kv-memory has too few pages, and why the other way to split KV does not help."""
         text = (
             f"{tokens} tokens have no room: --kv-memory {self.flags.kv_memory} holds "
-            f"{self._kv_tokens} on these ranks"
+            f"{self.kv_tokens} on these ranks"
         )
         other = self._by_sequence()
-        if other is None or self.free is None or tokens > other._kv_tokens:
+        if other is None or self.free is None or tokens > other.kv_tokens:
             return f"{text}; raise --kv-memory, or lower --max-tokens or --max-model-len"
         needed, free = size_text(other.need(tokens).total), size_text(self.free)
         return (
@@ -171,9 +171,9 @@ class Opened:
         if flags.kv_memory_bytes is None:
             return self
         other = self._by_sequence()
-        tokens = max(self._kv_tokens, 0 if other is None else other._kv_tokens)
+        tokens = max(self.kv_tokens, 0 if other is None else other.kv_tokens)
         if not tokens:
-            assert self.kv_pages, "raises"
+            assert (other or self).kv_pages, "raises"
         if flags.max_model_len is not None and flags.max_model_len > tokens:
             raise OptionError(
                 f"--max-model-len is {flags.max_model_len}, but --kv-memory {flags.kv_memory} has "
@@ -182,7 +182,7 @@ class Opened:
         return replace(self, limit=min(self.limit, tokens))
 
     @property
-    def _kv_tokens(self) -> int:
+    def kv_tokens(self) -> int:
         """Tokens of one sequence that --kv-memory has room for: what there is without it."""
         try:
             pages = self.kv_pages
@@ -191,7 +191,7 @@ class Opened:
         return self.limit if pages is None else pages * self.profile.kv_block
 
     def _has_room(self, tokens: int) -> bool:
-        if self.flags.kv_memory_bytes is not None and tokens > self._kv_tokens:
+        if self.flags.kv_memory_bytes is not None and tokens > self.kv_tokens:
             return False
         return self.free is None or self.need(tokens).total <= self.free
 
@@ -448,16 +448,26 @@ def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:
     """What --kv-shard auto took, and what either way takes."""
     from anyshard.ledger import StepShape, wire_cost
 
+    memory = heads.flags.kv_memory
+
     def of(opened: Opened) -> str:
-        fullest = max(kv_bytes(each, tokens=tokens) for each in opened.programs)
+        each = [kv_bytes(part, tokens=tokens) * opened.num_seqs for part in opened.programs]
+        fullest, limit = max(each), opened.flags.kv_memory_bytes
+        if limit is not None and sum(each) > limit:  # the ranks share so many pages
+            fullest = fullest * limit // sum(each)
         step = StepShape(rows=1, sampled=1, gather_logits=False)
         costs = [wire_cost(each, [step]) for each in opened.programs]
         messages, sent = sum(cost.messages for cost in costs), sum(cost.bytes for cost in costs)
         return (
-            f"{size_text(fullest * opened.num_seqs)} of KV on the fullest rank, {messages} "
-            f"messages and {size_text(sent)} a token"
+            f"{size_text(fullest)} of KV on the fullest rank, {messages} messages and "
+            f"{size_text(sent)} a token"
         )
 
+    if memory is not None and tokens > heads.kv_tokens:
+        return (
+            f"KV is split by the sequence ({of(sequence)}), since by heads --kv-memory {memory} "
+            f"has room for {heads.kv_tokens} of {tokens} tokens"
+        )
     return (
         f"KV is split by the sequence ({of(sequence)}), since by heads ({of(heads)}) it has no room"
     )

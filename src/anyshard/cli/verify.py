@@ -83,7 +83,7 @@ class GridFlags:
 
     def lists(self) -> Lists | None:
         """The lists, or None for a named grid. Raises: OptionError naming the flag."""
-        from anyshard.verify.grid import Lists, Split, by_sequence, parse_layouts
+        from anyshard.verify.grid import Lists, Split, parse_layouts, sharded
 
         texts = {name: text for name, text in asdict(self).items() if name != "grid"}
         given = [f"--{name.replace('_', '-')}" for name, text in texts.items() if text is not None]
@@ -100,7 +100,7 @@ class GridFlags:
             splits += (Split(heads=own.head_counts, layers=own.layer_counts),)
         splits = splits or (Split(),)
         return Lists(
-            splits=by_sequence(splits) if self.kv_shard == "sequence" else splits,
+            splits=sharded(splits, self.kv_shard),
             batches=whole_numbers("batch", "1" if self.batch is None else self.batch, 1, 1024),
             chunks=tuple(
                 None

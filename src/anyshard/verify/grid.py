@@ -26,13 +26,13 @@ __all__ = [
     "GridName",
     "Lists",
     "Split",
-    "by_sequence",
     "cells_of",
     "check_layouts",
     "full",
     "parse_layouts",
     "quick",
     "runnable",
+    "sharded",
     "telling",
 ]
 
@@ -91,9 +91,18 @@ def _parse_split(text: str) -> Split:
     )
 
 
-def by_sequence(splits: Iterable[Split]) -> tuple[Split, ...]:
-    """The same with ranks that split the sequence; where there is one rank, nothing is split."""
-    return tuple(replace(split, kv_shard="sequence") for split in splits)
+def sharded(splits: Iterable[Split], kv_shard: str | None) -> tuple[Split, ...]:
+    """The same as --kv-shard has them: `sequence` is all by the sequence; where there is one rank,
+    nothing is split.
+
+    Raises: OptionError for `heads` beside a layout that says otherwise.
+    """
+    if kv_shard == "sequence":
+        return tuple(replace(split, kv_shard="sequence") for split in splits)
+    found = tuple(splits)
+    if kv_shard == "heads" and any(split.kv_shard == "sequence" for split in found):
+        raise OptionError("--kv-shard heads contradicts a layout that ends in seq; drop one")
+    return found
 
 
 def _counts(text: str | None) -> tuple[int, ...] | None:
