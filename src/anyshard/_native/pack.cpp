@@ -96,16 +96,17 @@ float nearest_whole(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 // q of up to 32 weights into groups of four k that lie `stride` bytes apart, and their scale.
 Packed quantize_block(const float* values, int64_t count, uint8_t* out, int64_t stride,
                       uint8_t* scale_out) {
+  constexpr float kMost = kInt8Most;
   if (!all_finite(values, count)) return Packed::kNotFinite;
   float largest = 0.0f;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(values[i]));
-  const uint32_t half = narrow_half(largest / 127.0f);
+  const uint32_t half = narrow_half(largest / kMost);
   if (half >= 0x7c00u) return Packed::kScaleTooLarge;
   const float scale = widen_half(half);
   scale_out[0] = static_cast<uint8_t>(half & 0xffu);
   scale_out[1] = static_cast<uint8_t>(half >> 8);
   for (int64_t i = 0; i < count && scale != 0.0f; ++i) {
-    const float held = std::max(-127.0f, std::min(127.0f, values[i] / scale));
+    const float held = std::max(-kMost, std::min(kMost, values[i] / scale));
     out[i / 4 * stride + i % 4] = static_cast<uint8_t>(static_cast<int>(nearest_whole(held)));
   }
   return Packed::kFine;
