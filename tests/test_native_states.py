@@ -362,13 +362,20 @@ def test_pages_of_other_stripes_are_never_looked_at(body: str) -> None:
         ({"first_stripe": 3, "stop_stripe": 3}, "stripes 3 to 3; 0 to 8 is possible"),
         ({"stop_stripe": 9}, "stripes 0 to 9; 0 to 8 is possible"),
         ({"part_floats": 89}, "part_floats is 89; 90 are needed"),
+        ({"part_floats": -1}, "part_floats is -1; 90 are needed"),
+        ({"part_floats": 91}, "out holds 5760 floats; 5824 are needed"),
+        # times 2 ranks and 32 rows: nothing, of 64 bits
+        ({"part_floats": 2**58}, "out holds 5760 floats; 2.63 or more are needed"),
+        ({"part_floats": 2**59}, "out holds 5760 floats; 2.63 or more are needed"),
+        ({"part_floats": 2**62}, "out holds 5760 floats; 2.63 or more are needed"),
+        ({"head_dim": -1}, "head_dim is -1; a multiple of 8"),
         ({"out": np.zeros(9, np.float32)}, "out holds 9 floats; "),
         ({"kv_head_of": ints(0, 0)}, "different numbers of heads"),
         ({"queries": []}, "there are no queries"),
     ],
 )
 def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
-    case = scattered(16, NINE, 5, 4)
+    case = Case(16, NINE, (5, 4), ints(*range(32)), ints(*[0] * 32))
     arguments = {
         "queries": case.queries(),
         "k_cache": case.k_cache,
@@ -396,21 +403,24 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         ({"merges": ints(0)}, "merges has shape"),
         ({"nodes_per_source": [1]}, "2 sources, but 1 node counts"),
         ({"nodes_per_source": [5, 4], "merges": ints(*[0] * 9)}, "part_floats is 90"),
-        ({"part_floats": 1000}, "source 0 holds"),
+        ({"part_floats": 91}, "source 0 holds 2880 floats; 2912 are needed"),
+        # times 2 parts and 16 rows: nothing, of 64 bits
+        ({"part_floats": 2**59}, "source 0 holds 2880 floats; 2.63 or more are needed"),
+        ({"part_floats": 2**62}, "source 0 holds 2880 floats; 2.63 or more are needed"),
         ({"fault_code": 0}, "fault_code is 0"),
         ({"head_dim": 12}, "head_dim is 12; a multiple of 8"),
     ],
 )
 def test_bad_arguments_of_a_merge_are_refused(change: dict[str, Any], message: str) -> None:
     arguments = {
-        "sources": [np.zeros(2 * 4 * 90, np.float32) for _ in range(2)],
+        "sources": [np.zeros(2 * 16 * 90, np.float32) for _ in range(2)],
         "nodes_per_source": [1, 1],
         "merges": ints(0, 1),
         "mine": 1,
         "part_floats": 90,
         "head_dim": 16,
-        "out": np.zeros((4, 80), np.float32),
-        "row_fault": np.zeros(4, np.int32),
+        "out": np.zeros((16, 80), np.float32),
+        "row_fault": np.zeros(16, np.int32),
         "fault_code": CODE,
     }
     native.MergeStates(pool(BODIES[0]), **arguments)

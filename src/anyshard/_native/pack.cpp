@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -81,6 +82,9 @@ bool all_finite(const float* values, int64_t count) {
 
 // Columns that a row takes in memory.
 int64_t stored_columns(PyObject* panels, int64_t num_columns, int64_t group) {
+  require(num_columns >= 1 && num_columns <= INT_MAX, "num_columns is " +
+                                                          std::to_string(num_columns) + "; 1 to " +
+                                                          std::to_string(INT_MAX) + " is possible");
   require(group >= 0 && (group == 0 || num_columns % group == 0),
           "group is " + std::to_string(group) + "; 0 or a divisor of num_columns is possible");
   if (!holds_int8(panels)) return num_columns;
@@ -134,7 +138,6 @@ Packer::Packer(PyObject* panels, PyObject* source, const std::string& type, int6
                                                        " columns are not whole blocks of " +
                                                        std::to_string(type_->block_columns));
   row_bytes_ = num_columns / type_->block_columns * type_->block_bytes;
-  require(num_columns >= 1, "num_columns is below 1");
   const int64_t source_rows = source_.num_bytes() / row_bytes_;
   require(source_.num_bytes() % row_bytes_ == 0 && (row_map_.present() || source_rows == num_rows),
           "source has " + std::to_string(source_.num_bytes()) + " bytes; rows are of " +
