@@ -37,6 +37,16 @@ def header(source: str) -> str:
         "kLog2eLow": "LOG2E_LO",
         "kLn2High": "LN2_HI",
         "kLn2Low": "LN2_LO",
+        "kScoreLimit": "SCORE_LIMIT",
+        "kKvLeastWeight": "KV_LEAST_WEIGHT",
+    }
+    counts = {
+        "kBlock": "KV_BLOCK",
+        "kStripes": "STRIPES",
+        "kNormLanes": "NORM_LANES",
+        "kInt8Most": "INT8_MOST",
+        "kKvGroup": "KV_GROUP",
+        "kKvWhole": "KV_WHOLE",
     }
     lines = [
         "// Written by write_coefficients.py from ops/coefficients.py.",
@@ -47,6 +57,7 @@ def header(source: str) -> str:
         array("kLog", log),
         f"constexpr int kNumLog = {len(log)};",
         *(f"constexpr float {name} = {literal(constants[key])};" for name, key in scalars.items()),
+        *(f"constexpr int {name} = {constants[key]};" for name, key in counts.items()),
         "}  // namespace coefficients",
         "}  // namespace anyshard",
     ]

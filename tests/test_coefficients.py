@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+import runpy
 from collections.abc import Iterator, Sequence
 from decimal import Context, Decimal, localcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from anyshard.ops import coefficients
+from anyshard.config import Arithmetic, KvType
+from anyshard.engine import profile_of
+from anyshard.ops import coefficients, kv_pages, quant
 
+ROOT = Path(__file__).resolve().parent.parent
 GRID = 5000
 FLOAT64 = ("LOG2_E", "ROPE_")  # the others are exact in float32
 
@@ -82,10 +88,20 @@ def test_what_a_kernel_reads_is_exact_in_float32(name: str) -> None:
         assert float(np.float32(each)) == each
 
 
+PROFILES: list[tuple[Arithmetic, KvType]] = [
+    ("f32", "f32"),
+    ("f32", "int8"),
+    ("int8", "f32"),
+    ("int8", "int8"),
+]
+
+
 @pytest.mark.parametrize("name", constants())
-def test_the_hash_changes_with_every_constant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_profile_changes_with_every_constant(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the last bit, and of the last element."""
-    before = coefficients.constants_sha256()
+    before = [profile_of(*each).sha256() for each in PROFILES]
     value = constants()[name]
     changed: object
     if isinstance(value, tuple):
@@ -96,9 +112,40 @@ def test_the_hash_changes_with_every_constant(name: str, monkeypatch: pytest.Mon
         assert isinstance(value, int)
         changed = value + 1
     monkeypatch.setattr(coefficients, name, changed)
-    assert coefficients.constants_sha256() != before
+    after = [profile_of(*each).sha256() for each in PROFILES]
+    assert all(a != b for a, b in zip(before, after, strict=True))
 
 
 def test_every_constant_of_the_file_is_in_the_hash() -> None:
     assert len(coefficients.constants_sha256()) == len(hashlib.sha256().hexdigest())
     assert set(constants()) == {name for name in vars(coefficients) if name.isupper()}
+
+
+# Where C++ has the constants that reference bodies read by name; polynomials stand in arrays.
+WRITTEN = {
+    "SCORE_LIMIT": "float kScoreLimit = 0x1.0000000000000p+20f;",
+    "KV_LEAST_WEIGHT": "float kKvLeastWeight = 0x1.0000000000000p-100f;",
+    "KV_BLOCK": "int kBlock = 32;",
+    "STRIPES": "int kStripes = 8;",
+    "NORM_LANES": "int kNormLanes = 32;",
+    "INT8_MOST": "int kInt8Most = 127;",
+    "KV_GROUP": "int kKvGroup = 32;",
+    "KV_WHOLE": "int kKvWhole = 32767;",
+}
+
+
+def test_constants_of_attention_and_int8_are_written_for_cpp_and_copied_nowhere() -> None:
+    write = runpy.run_path(str(ROOT / "cmake" / "write_coefficients.py"))
+    text = write["header"](coefficients.__file__)
+    for name, line in WRITTEN.items():
+        assert f"constexpr {line}" in text, name
+    names = "|".join(line.split()[1] for line in WRITTEN.values())
+    copy = re.compile(rf"constexpr \w+ ({names}|kWhole) |\b127\.0f|\b32767|0x1p-100f|0x1p20f")
+    sources = sorted((ROOT / "src" / "anyshard" / "_native").glob("*.[hc]*"))
+    assert len(sources) > 30
+    for path in sources:
+        for line in path.read_text("utf-8").splitlines():
+            assert not copy.search(line.split("//")[0]), f"{path.name}: {line}"
+    for module in (kv_pages, quant):
+        own = {name for name in vars(module) if name.isupper() and len(name) > 3}
+        assert own <= {*constants(), "Q8_INPUTS"}, own

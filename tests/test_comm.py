@@ -395,6 +395,15 @@ def test_native_signals_are_refused_where_they_are_not_compiled(
         EpochRegion.create(sizes(tp=1, body="native"), 1, shared=False)
 
 
+@pytest.mark.skipif(native_module() is None, reason="not compiled")
+@pytest.mark.parametrize("index", [-16, 8, 64, 2**63 - 16])
+def test_a_line_outside_the_words_is_refused(index: int) -> None:
+    native: Any = native_module()
+    words = np.zeros(64, np.uint32)
+    with pytest.raises(ValueError, match="a line starts at a multiple of 16 words inside"):
+        native.shm_publish(words, index, 1)
+
+
 @pytest.mark.torch
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "pp", "root_only"), [(3, 1, False), (3, 1, True), (2, 2, True)])

@@ -188,11 +188,25 @@ def test_a_wrong_argument_is_refused_before_anything_is_read() -> None:
         ([x], [0], [3], keys),
         ([x], [-1], [0], keys),
         ([x], [64], [0], keys),
+        ([x], [2**63 - 1], [0], keys),
+        ([x], [2**63 - 24], [0], keys),
         ([x], [0, 1], [0], keys),
         ([x], [0], [0], digest_keys(8)),
     ):
         with pytest.raises(ValueError, match=r"needed|possible|differ"):
             native.Digest(workers, sources, firsts, columns, table, out)
+    pages, place = np.zeros((1, 1, 8, 32), np.float32), np.zeros(4, np.int32)
+    values = pages.reshape(1, 1, 32, 8)
+    for first, column in ((2**63 - 1, 0), (2**63 - 16, 0), (0, -1), (0, 2), (0, 2**63 - 1)):
+        with pytest.raises(ValueError, match=r"needed|possible"):
+            native.DigestKv(
+                workers, pages, values, place[:1, None], place, place, 0, 1, first, column, keys,
+                out,
+            )  # fmt: skip
+    panels, word = np.zeros((1, 16, 8), np.float32), np.zeros(8, np.uint64)
+    for inputs in (-1, 2**62):
+        with pytest.raises(ValueError, match=r"inputs is below 0|panels has shape"):
+            native.digest_panels(workers, panels, keys, inputs, word)
     with pytest.raises(ValueError, match="uint64"):
         native.Digest(workers, [x], [0], [0], keys, np.zeros((4, 3), np.int64))
     with pytest.raises(ValueError, match="0 to 4"):

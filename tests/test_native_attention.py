@@ -263,7 +263,9 @@ def test_indices_that_lead_outside_are_refused_before_computing(change: Any, mes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 12}, "k_cache has shape"),
+        ({"head_dim": 24}, "k_cache has shape"),
+        ({"head_dim": 12}, "head_dim is 12; a multiple of 8"),
+        ({"head_dim": -1}, "head_dim is -1; a multiple of 8"),  # stands for any in a wanted shape
         ({"kv_head_of": ints(1, 0)}, "must not decrease"),
         ({"kv_head_of": ints(0, 2)}, "KV heads of the cache"),
         ({"row_slot": ints(0)}, "row_slot has shape"),

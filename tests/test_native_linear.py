@@ -229,6 +229,14 @@ def test_sources_that_do_not_fit_are_refused(
         native.Reduce(pool(BODIES[0]), sources, counts, merges, None, x, 8)
 
 
+@pytest.mark.parametrize("num_outputs", [-1, 2**62])
+def test_a_number_of_outputs_that_no_sum_has_is_refused(num_outputs: int) -> None:
+    """-1 stands for any size where a shape is wanted."""
+    x, source = np.zeros((5, 8), np.float32), np.zeros(40, np.float32)
+    with pytest.raises(ValueError, match=r"num_outputs is -1; 0 to |x has shape"):
+        native.Reduce(pool(BODIES[0]), [source], [1], ints(0), None, x, num_outputs)
+
+
 def test_empty_spans_write_nothing() -> None:
     out, empty = np.full(4, 7, np.float32), np.zeros((3, 0), np.float32)
     nothing = np.zeros(0, np.int32)
@@ -266,6 +274,7 @@ READ_ONLY.flags.writeable = False
         ("panels", None, "panels is None, but 13 outputs"),
         ("num_outputs", 17, "panels has shape"),
         ("num_outputs", -1, "below 0"),
+        ("num_outputs", 2**63 - 1, "panels has shape"),
         ("leaf_lengths", ints(70, 0), "a leaf length is 0"),
         ("leaf_lengths", ints(64, 5), "sum to 69"),
         ("leaf_lengths", np.array([64, 6]), "leaf_lengths must be of int32"),

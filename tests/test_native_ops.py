@@ -317,6 +317,30 @@ def test_a_sum_that_is_not_whole_is_refused() -> None:
         native.GateUp(pool(BODIES[0]), **arguments)
 
 
+def test_a_head_without_outputs_has_room_for_the_rows_that_it_norms() -> None:
+    """2^60 rows of no columns are an array of no bytes; times 16 they are nothing, of 64 bits."""
+    x, rows = np.ones((5, 16), np.float32), np.arange(5, dtype=np.int32)
+    x[3, 2] = np.inf
+    faults, out = np.zeros(5, np.int32), np.zeros((2**60, 0), np.float32)
+    op = native.Head(
+        pool(BODIES[0]),
+        x,
+        rows,
+        x[0].copy(),
+        1e-5,
+        None,
+        0,
+        None,
+        ints(16),
+        ints(0),
+        out,
+        faults,
+        7,
+    )
+    op.run(5)
+    assert faults.tolist() == [0, 0, 0, 7, 0]
+
+
 def test_ops_keep_their_arrays_and_pool_alive() -> None:
     arguments = embed(3, hidden=16, vocab=43)
     expected = run(reference, "Embed", None, arguments, 3)["out"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -21,161 +20,20 @@ from native_cases import (
     needs_native,
     pool,
 )
+from state_cases import CODE, NUM_BLOCKS, Case, known, scattered, span_states
 from test_int8 import blocks
 from test_native_ops import OUTPUTS, qkv, run
 
-from anyshard.layout import STRIPE_TREE, Span, even_spans
+from anyshard.config import KvType
+from anyshard.layout import Span
 from anyshard.ops import reference
 from anyshard.ops.digest import digest_keys
 from anyshard.ops.exact import EMPTY_MAX
+from anyshard.ops.kv_pages import Pages, store_row
 from anyshard.stripes import STRIPES, stripe_of
 
 pytestmark = needs_native
-
-POSITIONS = (0, 1, 31, 32, 33, 63, 64, 127, 128, 255, 256, 257, 600)
-NUM_BLOCKS = 20
-CODE = 9
-
-
-@dataclass
-class Case:
-    """One cache, rows that look into it, and ranks with so many query heads each."""
-
-    head_dim: int
-    kv_head_of: I32
-    heads_per_rank: tuple[int, ...]
-    positions: I32
-    row_slot: I32
-    num_slots: int = 2
-    q: F32 = field(init=False)
-    k_cache: F32 = field(init=False)
-    v_cache: F32 = field(init=False)
-    page_table: I32 = field(init=False)
-
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng(5)
-        pages, kv_heads = self.num_slots * NUM_BLOCKS, int(self.kv_head_of.max()) + 1
-        assert sum(self.heads_per_rank) == len(self.kv_head_of)
-        self.q = floats(rng, len(self.positions), len(self.kv_head_of) * self.head_dim)
-        self.q *= np.float32(2 / self.head_dim**0.5)
-        self.k_cache = floats(rng, pages, kv_heads, self.head_dim, 32)
-        self.v_cache = floats(rng, pages, kv_heads, 32, self.head_dim)
-        order = rng.permutation(pages)
-        self.page_table = order.astype(np.int32).reshape(self.num_slots, NUM_BLOCKS)
-
-    @property
-    def heads(self) -> list[Span]:
-        return list(pairwise([0, *accumulate(self.heads_per_rank)]))
-
-    @property
-    def spans(self) -> list[Span]:
-        return list(even_spans(STRIPES, len(self.heads_per_rank)))
-
-    @property
-    def nodes(self) -> list[int]:
-        return [len(STRIPE_TREE.cover(span)) for span in self.spans]
-
-    @property
-    def part_floats(self) -> int:
-        return max(self.heads_per_rank) * max(self.nodes) * (self.head_dim + 2)
-
-    def queries(self) -> list[F32]:
-        d = self.head_dim
-        return [np.ascontiguousarray(self.q[:, low * d : high * d]) for low, high in self.heads]
-
-    def own_cache(self, rank: int, *, foreign: float = np.nan) -> tuple[F32, F32, I32]:
-        """The cache of a rank that keeps its stripes only: the others' pages are not in it."""
-        first, stop = self.spans[rank]
-        own = np.array([first <= stripe_of(block) < stop for block in range(NUM_BLOCKS)])
-        pages = self.page_table[:, own].reshape(-1)
-        table = np.full_like(self.page_table, -1)
-        table[:, own] = np.arange(len(pages), dtype=np.int32).reshape(self.num_slots, -1)
-        return self.k_cache[pages].copy(), self.v_cache[pages].copy(), table
-
-    def sent(self, module: Any, op_pool: Any, rank: int, rows: int) -> F32:
-        """The buffer of a rank."""
-        keys, values, table = self.own_cache(rank)
-        size = len(self.heads_per_rank) * len(self.positions) * self.part_floats
-        out = np.full(size, 7, np.float32)
-        module.AttentionStates(
-            op_pool,
-            self.queries(),
-            keys,
-            values,
-            table,
-            self.row_slot,
-            self.positions,
-            self.head_dim,
-            self.kv_head_of,
-            *self.spans[rank],
-            self.part_floats,
-            out,
-        ).run(rows)
-        return out
-
-    def states(self, buffer: F32, sender: int, receiver: int, rows: int) -> F32:
-        """[rows, heads, nodes, d + 2] that one rank sends another."""
-        low, high = self.heads[receiver]
-        shape = (rows, high - low, self.nodes[sender], self.head_dim + 2)
-        first = receiver * rows * self.part_floats
-        return buffer[first : first + int(np.prod(shape))].reshape(shape)
-
-    def merged(
-        self, module: Any, op_pool: Any, sources: Sequence[F32], rank: int, rows: int
-    ) -> tuple[F32, I32]:
-        """What a rank makes of all buffers."""
-        low, high = self.heads[rank]
-        out = np.full((len(self.positions), (high - low) * self.head_dim), 7, np.float32)
-        faults = np.zeros(len(self.positions), np.int32)
-        module.MergeStates(
-            op_pool,
-            sources,
-            self.nodes,
-            np.array(STRIPE_TREE.node_merges(self.spans), np.int32),
-            rank,
-            self.part_floats,
-            self.head_dim,
-            out,
-            faults,
-            CODE,
-        ).run(rows)
-        return out, faults
-
-    def whole(self, module: Any, op_pool: Any) -> tuple[F32, I32]:
-        """The same by one rank that keeps everything."""
-        out, faults = np.full_like(self.q, 7), np.zeros(len(self.positions), np.int32)
-        module.Attention(
-            op_pool,
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.page_table,
-            self.row_slot,
-            self.positions,
-            self.head_dim,
-            self.kv_head_of,
-            out,
-            faults,
-            CODE,
-        ).run(len(self.positions))
-        return out, faults
-
-
-def scattered(head_dim: int, kv_head_of: I32, *heads_per_rank: int) -> Case:
-    """Rows of two slots in no order, so that units are of one row and of several."""
-    positions = ints(*POSITIONS, *POSITIONS, *range(64, 96))
-    slots = ints(*([0] * len(POSITIONS)), *([1] * len(POSITIONS)), *([0] * 32))
-    mixed = np.random.default_rng(3).permutation(2 * len(POSITIONS))
-    positions[: len(mixed)], slots[: len(mixed)] = positions[mixed], slots[mixed]
-    return Case(head_dim, kv_head_of, heads_per_rank, positions, slots)
-
-
-def known(states: F32) -> F32:
-    """With nothing in place of what an empty state does not set."""
-    found = states.copy()
-    found[found[..., 0].view(np.int32) == EMPTY_MAX, 2:] = 0
-    return found
-
+of_each_kv = pytest.mark.parametrize("kv", ["f32", "int8"])
 
 NINE, SEVEN = np.repeat(np.arange(3), 3).astype(np.int32), ints(0, 0, 1, 1, 1, 1, 2)
 CASES = [
@@ -184,18 +42,20 @@ CASES = [
     (16, NINE, (3, 3, 3, 0)),
     (24, SEVEN, (2, 1, 2, 1, 1)),
     (80, ints(0, 0, 0), (2, 1)),
+    (72, ints(0, 0, 1), (1, 2)),
     (8, NINE, (2, 2, 1, 1, 1, 1, 1)),
     (8, NINE, (2, 1, 1, 1, 1, 1, 1, 1)),
     (16, np.zeros(40, np.int32), (7, 33)),  # more query heads than pairs of one unit
 ]
 
 
+@of_each_kv
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("head_dim", "kv_head_of", "heads"), CASES)
 def test_states_and_their_merge_equal_the_reference_and_one_ranks_attention(
-    body: str, head_dim: int, kv_head_of: I32, heads: tuple[int, ...]
+    body: str, head_dim: int, kv_head_of: I32, heads: tuple[int, ...], kv: KvType
 ) -> None:
-    case = scattered(head_dim, kv_head_of, *heads)
+    case = scattered(head_dim, kv_head_of, *heads, kv=kv)
     want, _ = case.whole(reference, None)
     ranks = range(len(heads))
     for rows in (len(case.positions), 1, 5):
@@ -223,12 +83,44 @@ def test_states_and_their_merge_equal_the_reference_and_one_ranks_attention(
                     assert (got[rows:] == 7).all() and not faults.any()
 
 
+ROWS: dict[str, tuple[I32, Callable[[I32], I32]]] = {
+    # 31, 32, 33, 255, 256 and 257 keys, and a stripe's third block; none goes with its neighbour
+    "alone": (ints(256, 30, 255, 31, 600, 32, 254), lambda rows: np.arange(len(rows)) % 2),
+    "chunk": (np.arange(249, 261), np.zeros_like),
+}
+
+
+@pytest.mark.parametrize("rows_are", ROWS)
+@pytest.mark.parametrize(
+    ("head_dim", "kv"),
+    [(16, "f32"), (80, "f32"), (16, "int8"), (64, "int8"), (72, "int8"), (80, "int8")],
+)
+def test_states_of_every_span_of_stripes_equal_the_reference(
+    head_dim: int, rows_are: str, kv: KvType
+) -> None:
+    """1 to 8 stripes from each on; what a slot has past its rows is NaN."""
+    positions, slots_of = ROWS[rows_are]
+    slots = slots_of(positions).astype(np.int32)
+    case = Case(head_dim, ints(0, 0, 1), (3,), positions.astype(np.int32), slots, kv=kv)
+    pools = [(body, threads, pool(body, threads)) for body in BODIES for threads in (1, 2, 3)]
+    for stripes in combinations(range(STRIPES + 1), 2):
+        want = known(span_states(reference, None, case, stripes, len(positions)))
+        assert not np.isnan(want[..., 1:]).any()
+        for rows in (1, 3, len(positions)):
+            for body, threads, op_pool in pools:
+                got = known(span_states(native, op_pool, case, stripes, rows))
+                assert differing(got, want[:rows]) == 0, (stripes, rows, body, threads)
+
+
+@of_each_kv
 @pytest.mark.parametrize("body", BODIES)
-def test_rows_of_different_sequences_go_stripe_by_stripe_over_all_heads(body: str) -> None:
+def test_rows_of_different_sequences_go_stripe_by_stripe_over_all_heads(
+    body: str, kv: KvType
+) -> None:
     """As in decoding; up to 20 blocks, threads share stripes."""
     positions = ints(0, 40, 100, 230, 288, 511, 512, 639)
     slots = np.arange(len(positions), dtype=np.int32)
-    case = Case(24, NINE, (4, 5), positions, slots, num_slots=len(positions))
+    case = Case(24, NINE, (4, 5), positions, slots, num_slots=len(positions), kv=kv)
     want, _ = case.whole(reference, None)
     for threads in (1, 2, 3, 7):
         op_pool = pool(body, threads)
@@ -307,19 +199,22 @@ def test_an_empty_state_that_is_read_or_skipped_would_show(
     assert (unlike > 0) == (bug != "none"), unlike
 
 
+@of_each_kv
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("score", [np.nan, np.inf, -1.1 * 2**20])
 @pytest.mark.parametrize("threads", [1, 2])
-@np.errstate(invalid="ignore")
+@np.errstate(invalid="ignore", over="ignore")
 def test_a_score_out_of_range_faults_its_row_where_its_head_is(
-    body: str, score: float, threads: int
+    body: str, score: float, threads: int, kv: KvType
 ) -> None:
     """The rank that sees the key marks nothing: the state tells."""
-    case = scattered(16, ints(0, 0, 1), 1, 2)
+    case = scattered(16, ints(0, 0, 1), 1, 2, kv=kv)
     row = int(np.flatnonzero((case.positions == 257) & (case.row_slot == 0))[0])
     case.q[row, 16:32] = 0
     case.q[row, 16] = 1
-    case.k_cache[case.page_table[0, 1], 0, 0, 8] = score  # block 1: the second rank's stripe 4
+    key = np.full((2, 16), 0.5, np.float32)
+    key[0, 0] = score
+    store_row(case.k_cache, case.page_table[0, 1], 8, key, keys=True)  # the second rank's stripe 4
     want, right = case.whole(reference, None)
     assert right[row] == CODE and np.isnan(want[row, 16:32]).all()
     op_pool, rows = pool(body, threads), len(case.positions)
@@ -336,17 +231,18 @@ def test_a_score_out_of_range_faults_its_row_where_its_head_is(
     assert marked.tolist() == right.tolist()
 
 
+@of_each_kv
 @pytest.mark.parametrize("body", BODIES)
-def test_pages_of_other_stripes_are_never_looked_at(body: str) -> None:
-    case = scattered(16, NINE, 3, 3, 3)
+def test_pages_of_other_stripes_are_never_looked_at(body: str, kv: KvType) -> None:
+    case = scattered(16, NINE, 3, 3, 3, kv=kv)
     before = [case.sent(native, pool(body, 2), rank, len(case.positions)) for rank in range(3)]
     for rank, (first, stop) in enumerate(case.spans):
-        spoilt = scattered(16, NINE, 3, 3, 3)
+        spoilt = scattered(16, NINE, 3, 3, 3, kv=kv)
         for slot in (0, 1):
             for block in range(NUM_BLOCKS):
                 if not first <= stripe_of(block) < stop:
                     page = spoilt.page_table[slot, block]
-                    spoilt.k_cache[page], spoilt.v_cache[page] = np.nan, np.nan
+                    spoilt.k_cache[page] = spoilt.v_cache[page] = np.nan if kv == "f32" else -1
         after = spoilt.sent(native, pool(body, 2), rank, len(case.positions))
         for receiver in range(3):
             a, b = (
@@ -362,13 +258,20 @@ def test_pages_of_other_stripes_are_never_looked_at(body: str) -> None:
         ({"first_stripe": 3, "stop_stripe": 3}, "stripes 3 to 3; 0 to 8 is possible"),
         ({"stop_stripe": 9}, "stripes 0 to 9; 0 to 8 is possible"),
         ({"part_floats": 89}, "part_floats is 89; 90 are needed"),
+        ({"part_floats": -1}, "part_floats is -1; 90 are needed"),
+        ({"part_floats": 91}, "out holds 5760 floats; 5824 are needed"),
+        # times 2 ranks and 32 rows: nothing, of 64 bits
+        ({"part_floats": 2**58}, "out holds 5760 floats; 2.63 or more are needed"),
+        ({"part_floats": 2**59}, "out holds 5760 floats; 2.63 or more are needed"),
+        ({"part_floats": 2**62}, "out holds 5760 floats; 2.63 or more are needed"),
+        ({"head_dim": -1}, "head_dim is -1; a multiple of 8"),
         ({"out": np.zeros(9, np.float32)}, "out holds 9 floats; "),
         ({"kv_head_of": ints(0, 0)}, "different numbers of heads"),
         ({"queries": []}, "there are no queries"),
     ],
 )
 def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
-    case = scattered(16, NINE, 5, 4)
+    case = Case(16, NINE, (5, 4), ints(*range(32)), ints(*[0] * 32))
     arguments = {
         "queries": case.queries(),
         "k_cache": case.k_cache,
@@ -396,21 +299,24 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         ({"merges": ints(0)}, "merges has shape"),
         ({"nodes_per_source": [1]}, "2 sources, but 1 node counts"),
         ({"nodes_per_source": [5, 4], "merges": ints(*[0] * 9)}, "part_floats is 90"),
-        ({"part_floats": 1000}, "source 0 holds"),
+        ({"part_floats": 91}, "source 0 holds 2880 floats; 2912 are needed"),
+        # times 2 parts and 16 rows: nothing, of 64 bits
+        ({"part_floats": 2**59}, "source 0 holds 2880 floats; 2.63 or more are needed"),
+        ({"part_floats": 2**62}, "source 0 holds 2880 floats; 2.63 or more are needed"),
         ({"fault_code": 0}, "fault_code is 0"),
         ({"head_dim": 12}, "head_dim is 12; a multiple of 8"),
     ],
 )
 def test_bad_arguments_of_a_merge_are_refused(change: dict[str, Any], message: str) -> None:
     arguments = {
-        "sources": [np.zeros(2 * 4 * 90, np.float32) for _ in range(2)],
+        "sources": [np.zeros(2 * 16 * 90, np.float32) for _ in range(2)],
         "nodes_per_source": [1, 1],
         "merges": ints(0, 1),
         "mine": 1,
         "part_floats": 90,
         "head_dim": 16,
-        "out": np.zeros((4, 80), np.float32),
-        "row_fault": np.zeros(4, np.int32),
+        "out": np.zeros((16, 80), np.float32),
+        "row_fault": np.zeros(16, np.int32),
         "fault_code": CODE,
     }
     native.MergeStates(pool(BODIES[0]), **arguments)
@@ -500,13 +406,14 @@ def test_foreign_rows_need_no_page_and_mark_no_fault_without_query_heads(threads
         assert np.array_equal(got["row_fault"] != 0, kept)
 
 
+@of_each_kv
 @pytest.mark.parametrize("body", BODIES)
-def test_stored_rows_are_hashed_where_they_are_kept(body: str) -> None:
+def test_stored_rows_are_hashed_where_they_are_kept(body: str, kv: KvType) -> None:
     """And add up to what one rank that keeps everything says."""
-    case = scattered(16, NINE, 5, 4)
+    case = scattered(16, NINE, 5, 4, kv=kv)
     rows, keys_table = len(case.positions), digest_keys(3 * 16 + 8)
 
-    def hashed(module: Any, op_pool: Any, cache: tuple[F32, F32, I32], stripes: Span) -> Any:
+    def hashed(module: Any, op_pool: Any, cache: tuple[Pages, Pages, I32], stripes: Span) -> Any:
         out = np.full((rows, 2), 9, np.uint64)
         module.DigestKv(
             op_pool, *cache, case.row_slot, case.positions, 0, 3, 0, 0, keys_table, out, *stripes

@@ -382,6 +382,16 @@ def test_panels_that_do_not_fit_are_refused(
 
 
 @needs_native
+@pytest.mark.parametrize("columns", [0, -1, 2**62, 2**63 - 1])
+def test_rows_of_no_columns_are_refused(columns: int) -> None:
+    for target in (np.zeros((0, 0, 8), np.float32), np.zeros((0, 0, 544), np.int8)):
+        with pytest.raises(ValueError, match=f"num_columns is {columns}; 1 to"):
+            native.pack_panels(
+                pool(BODIES[0]), target, np.zeros(0, np.uint8), "F32", 0, columns, None, 0
+            )
+
+
+@needs_native
 @pytest.mark.parametrize(
     ("kind", "target"),
     [

@@ -32,6 +32,7 @@ LAYOUTS = [
     {"tp": 2, "kv": "int8"},
     {"tp": 2, "pp": 2},
     {"tp": 2, "kv_shard": "sequence"},
+    {"tp": 2, "kv_shard": "sequence", "kv": "int8"},
     {"tp": 3, "kv_shard": "sequence", "arithmetic": "int8", "threads": 2},
     {"tp": 2, "leak": "late"},  # ranks that wait for long, and say for whom
 ]

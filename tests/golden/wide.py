@@ -7,6 +7,7 @@ shape of `make.OPS`, and two builds agree where their arrays have the same bits.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from golden.make import (
     NATIVE_TYPES,
     faults,
     hashed,
+    in_int8,
     int8_panels,
     leaves,
     packed,
@@ -215,7 +217,8 @@ def attentions(module: Any, pool: Any) -> Found:
 
 
 def split_sequences(module: Any, pool: Any) -> Found:
-    """States of spans of stripes, one node and two; merges of hashed states, an empty one last.
+    """States of spans of stripes, one node and two, over pages of both kinds; merges of hashed
+    states, an empty one last.
 
     The merge does not take what the first op gives: calls are played back elsewhere.
     """
@@ -225,15 +228,23 @@ def split_sequences(module: Any, pool: Any) -> Found:
         table = (np.arange(blocks, dtype=np.int32) * 7 % blocks).reshape(1, blocks)
         k_cache = hashed(680 + number, blocks, kv_heads, d, 32, binades=1)
         v_cache = hashed(682 + number, blocks, kv_heads, 32, d)
-        rows, part = len(POSITIONS), 2 * max(heads) * (d + 2)
-        queries = [hashed(684 + i, rows, each * d, binades=1) for i, each in enumerate(heads)]
-        for first, stop in ((0, 4), (3, 6), (7, 8)):
+        caches = {
+            "f32": (k_cache, v_cache),
+            "int8": (in_int8(k_cache, keys=True), in_int8(v_cache, keys=False)),
+        }
+        part = 2 * max(heads) * (d + 2)
+        for kind, chosen, stripes in product(
+            caches, (POSITIONS, POSITIONS[-1:]), ((0, 4), (3, 6), (7, 8))
+        ):
+            rows = len(chosen)
+            queries = [hashed(684 + i, rows, each * d, binades=1) for i, each in enumerate(heads)]
             out = zeros(2 * rows * part)
             module.AttentionStates(
-                pool, queries, k_cache, v_cache, table, faults(rows),
-                np.array(POSITIONS, np.int32), d, np.array(of, np.int32), first, stop, part, out,
+                pool, queries, *caches[kind], table, faults(rows), np.array(chosen, np.int32), d,
+                np.array(of, np.int32), *stripes, part, out,
             ).run(rows)  # fmt: skip
-            found[f"d={d} stripes {first} to {stop}"] = out[:: 1 if d == 8 else 3].copy()
+            name = f"{kind} d={d} rows {rows} stripes {stripes[0]} to {stripes[1]}"
+            found[name] = out[:: 1 if d == 8 else 3].copy()
         merges = np.array((0, 1, 0, 1, 2), np.int32)
         sources = []
         for rank, nodes in enumerate((2, 2, 1)):

@@ -14,8 +14,9 @@ from anyshard.binder import Binder
 from anyshard.launcher import RankMain
 from anyshard.model import Op, Program
 from anyshard.ops import reference
+from anyshard.ops.coefficients import INT8_MOST
 from anyshard.ops.exact import F32, merge_nodes
-from anyshard.ops.quant import MOST, split_blocks
+from anyshard.ops.quant import split_blocks
 from anyshard.worker import Served, Worker
 from mutants.subjects import subject
 from mutants.weights import Change, weights_of, with_weights
@@ -29,7 +30,7 @@ class QuantisedNodes(reference.Nodes):
 
     def scales(self, x_MBk: F32) -> F32:
         """Of the blocks of every row: [M, B]."""
-        return np.asarray(np.abs(x_MBk).max(axis=2) / np.float32(MOST))
+        return np.asarray(np.abs(x_MBk).max(axis=2) / np.float32(INT8_MOST))
 
     def rounded(self, quotient: F32) -> F32:
         """To whole numbers."""
@@ -49,7 +50,7 @@ class QuantisedNodes(reference.Nodes):
         scale_MB = self.scales(x_MBk)
         with np.errstate(all="ignore"):
             quotient = np.where(scale_MB[:, :, None] > 0, x_MBk / scale_MB[:, :, None], 0)
-        whole = np.clip(self.rounded(quotient), -MOST, MOST)
+        whole = np.clip(self.rounded(quotient), -INT8_MOST, INT8_MOST)
         weight = self.q_NBk.astype(np.float32)
         dots = self.dots(whole.transpose(1, 0, 2), weight.transpose(1, 2, 0))
         scale_NB = self.scale_NB.astype(np.float32)

@@ -43,10 +43,31 @@ std::string text_of(std::initializer_list<int64_t> shape) {
   return text + "]";
 }
 
+// The last may be short; `count` may be any.
+int64_t groups_of(int64_t count, int64_t size) { return count / size + (count % size != 0); }
+
 }  // namespace
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
+}
+
+void require_at_least(const std::string& have, int64_t size,
+                      std::initializer_list<int64_t> counts) {
+  int64_t needed = 1;
+  bool fits = true;
+  for (const int64_t count : counts) {
+    if (count == 0) return;
+    fits = !__builtin_mul_overflow(needed, count, &needed) && fits;
+  }
+  require(fits && size >= needed,
+          have + "; " + (fits ? std::to_string(needed) : "2^63 or more") + " are needed");
+}
+
+int checked_head_dim(int64_t head_dim) {
+  require(head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
+          "head_dim is " + std::to_string(head_dim) + "; a multiple of 8 up to 256 is needed");
+  return static_cast<int>(head_dim);
 }
 
 void Array::acquire(PyObject* object, const char* name, const char* wanted, bool writable) {
@@ -106,6 +127,7 @@ Array::~Array() {
 Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t num_outputs,
                bool writable) {
   require(num_outputs >= 0, std::string(name) + ": the number of outputs is below 0");
+  require(num_inputs >= 0, std::string(name) + ": the number of inputs is below 0");
   if (object == Py_None) {
     require(num_outputs == 0, std::string(name) + " is None, but " + std::to_string(num_outputs) +
                                   " outputs are asked for");
@@ -126,10 +148,10 @@ Panels::Panels(PyObject* object, const char* name, int64_t num_inputs, int64_t n
     require(num_inputs % kQ8Inputs == 0, std::string(name) + " are blocks of 32 inputs; " +
                                              std::to_string(num_inputs) +
                                              " inputs are not whole blocks");
-    check_shape(name, {(num_outputs + kQ8Outputs - 1) / kQ8Outputs, num_inputs / kQ8Inputs,
-                       int64_t{kQ8Bytes}});
+    check_shape(name,
+                {groups_of(num_outputs, kQ8Outputs), num_inputs / kQ8Inputs, int64_t{kQ8Bytes}});
   } else {
-    check_shape(name, {(num_outputs + kLanes - 1) / kLanes, num_inputs, int64_t{kLanes}});
+    check_shape(name, {groups_of(num_outputs, kLanes), num_inputs, int64_t{kLanes}});
   }
   const Py_ssize_t inner = view_.shape[2] * view_.itemsize;
   const bool empty = view_.shape[0] == 0 || view_.shape[1] == 0;
@@ -179,8 +201,7 @@ KvPages::KvPages(PyObject* object, const char* name, bool keys, int64_t head_dim
   } else {
     check_shape(name, {kAny, kAny, kBlock, head_dim});
   }
-  require(head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
-          "head_dim is " + std::to_string(head_dim) + "; a multiple of 8 up to 256 is needed");
+  checked_head_dim(head_dim);
   require(PyBuffer_IsContiguous(&view_, 'C') != 0, std::string(name) + " must be C-contiguous");
 }
 

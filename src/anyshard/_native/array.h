@@ -107,4 +107,12 @@ Array optional_array(PyObject* object, const char* name, Element element,
 // Throws std::invalid_argument(message) unless the condition holds.
 void require(bool condition, const std::string& message);
 
+// Throws std::invalid_argument("`have`; .. are needed") unless `size` is at least the product of
+// the counts, none of them below 0. That may be beyond 64 bits: a count may be an argument of its
+// own.
+void require_at_least(const std::string& have, int64_t size, std::initializer_list<int64_t> counts);
+
+// Of heads, if kernels take it; else throws std::invalid_argument.
+int checked_head_dim(int64_t head_dim);
+
 }  // namespace anyshard

@@ -9,8 +9,6 @@
 #include "quantize.h"
 #include "tile.h"
 
-constexpr float kScoreLimit = 0x1p20f;
-
 ANYSHARD_INLINE StateHeader read_header(const float* state) {
   StateHeader header;
   __builtin_memcpy(&header, state, sizeof header);
@@ -180,6 +178,8 @@ struct WholeWeights {
 template <int Pairs>
 inline void weigh(const Pair* pairs, bool is_last, const float* scores, const uint8_t* scales,
                   int head_dim, WholeWeights<Pairs>& weights) {
+  const Vec limit = broadcast(static_cast<float>(kKvWhole));
+  const IntVec least = bits(broadcast(coefficients::kKvLeastWeight));
   for (int group = 0; group * kKvGroup < head_dim; ++group, scales += 2 * kBlock) {
     Vec w[Pairs * 4];
     alignas(32) int32_t tops[kLanes] = {};
@@ -198,10 +198,10 @@ inline void weigh(const Pair* pairs, bool is_last, const float* scores, const ui
     const IntVec top = load_int(tops);
     const Vec most = from_bits(top);
     const IntVec is_finite = greater_int(broadcast_int(0x7f800000), top);
-    const IntVec is_used = and_mask(is_finite, greater_int(top, bits(broadcast(0x1p-100f))));
+    const IntVec is_used = and_mask(is_finite, greater_int(top, least));
     alignas(32) float factors[kLanes];
-    store(factors, select(is_used, div(broadcast(kWhole), most), zero()));
-    const Vec worth = select(is_used, div(most, broadcast(kWhole)), zero());
+    store(factors, select(is_used, div(limit, most), zero()));
+    const Vec worth = select(is_used, div(most, limit), zero());
     store(weights.scales[group], select(is_finite, worth, broadcast(__builtin_nanf(""))));
     for (int r = 0; r < Pairs; ++r) {
       int16_t* whole = weights.whole[group][r];
@@ -295,7 +295,7 @@ ANYSHARD_INLINE float update_header(float* scores, int num_visible, float* state
   IntVec bad = broadcast_int(0);
   for (int v = 0; v < 4; ++v) {
     s[v] = load(scores + 8 * v);
-    const IntVec is_bad = not_less_equal(absolute(s[v]), broadcast(kScoreLimit));
+    const IntVec is_bad = not_less_equal(absolute(s[v]), broadcast(coefficients::kScoreLimit));
     bad = or_mask(bad, Whole ? is_bad : and_mask(visible(v), is_bad));
     if (!Whole) s[v] = select(visible(v), s[v], lowest);
   }

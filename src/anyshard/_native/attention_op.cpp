@@ -1,5 +1,6 @@
 // The bound attention op: which (rows, heads) go together, and how threads share them.
 #include <algorithm>
+#include <climits>
 
 #include "ops.h"
 
@@ -27,7 +28,7 @@ std::deque<Array> bound_queries(const std::vector<PyObject*>& queries) {
 
 AttentionUnits::AttentionUnits(Pool& pool, const std::vector<PyObject*>& queries, const Inputs& a)
     : pool_(pool),
-      head_dim_(a.head_dim),
+      head_dim_(checked_head_dim(a.head_dim)),
       queries_(bound_queries(queries)),
       k_cache_(a.k_cache, "k_cache", true, a.head_dim),
       v_cache_(a.v_cache, "v_cache", false, a.head_dim),
@@ -35,15 +36,17 @@ AttentionUnits::AttentionUnits(Pool& pool, const std::vector<PyObject*>& queries
              INT32_MAX),
       kv_head_of_(a.kv_head_of, "kv_head_of", Element::kInt, {kAny}),
       state_floats_(static_cast<size_t>(a.head_dim) + kStateHeader) {
+  constexpr const char* kUnlike = "q and kv_head_of have different numbers of heads";
   require_alike(k_cache_, v_cache_);
+  require(queries_.front().size(0) <= INT_MAX, "q has too many rows");
   for (const Array& each : queries_) {
     require(each.size(1) % head_dim_ == 0, "q is not a whole number of heads wide");
+    require(each.size(1) / head_dim_ <= num_heads() - static_cast<int64_t>(heads_.size()), kUnlike);
     for (int64_t d = 0; d + head_dim_ <= each.size(1); d += head_dim_) {
       heads_.push_back({each.floats() + d, static_cast<size_t>(each.size(1))});
     }
   }
-  require(heads_.size() == static_cast<size_t>(num_heads()),
-          "q and kv_head_of have different numbers of heads");
+  require(heads_.size() == static_cast<size_t>(num_heads()), kUnlike);
   for (int head = 0; head < num_heads(); ++head) {
     const int kv_head = kv_head_of_.ints()[head];
     const int before = head > 0 ? kv_head_of_.ints()[head - 1] : 0;

@@ -47,18 +47,15 @@ AttentionStates::AttentionStates(Pool& pool, const std::vector<PyObject*>& queri
       nodes_(stripes_),
       part_floats_(static_cast<size_t>(std::max<int64_t>(a.part_floats, 0))),
       out_(a.out, "out", Element::kFloat, {kAny}, true) {
-  const size_t state = static_cast<size_t>(head_dim_) + kWireHeader;
   for (size_t rank = 0; rank < queries_.size(); ++rank) {
     const size_t count = static_cast<size_t>(queries_[rank].size(1) / head_dim_);
     for (size_t head = 0; head < count; ++head) places_.push_back({rank, head, count});
-    const size_t floats = count * static_cast<size_t>(nodes_.count()) * state;
-    require(floats <= part_floats_, "part_floats is " + std::to_string(a.part_floats) + "; " +
-                                        std::to_string(floats) + " are needed");
+    require_at_least("part_floats is " + std::to_string(a.part_floats), a.part_floats,
+                     {static_cast<int64_t>(count), nodes_.count(), head_dim_ + kWireHeader});
   }
-  const size_t needed = queries_.size() * static_cast<size_t>(rows_max()) * part_floats_;
-  require(static_cast<size_t>(out_.size(0)) >= needed, "out holds " + std::to_string(out_.size(0)) +
-                                                           " floats; " + std::to_string(needed) +
-                                                           " are needed");
+  require_at_least(
+      "out holds " + std::to_string(out_.size(0)) + " floats", out_.size(0),
+      {static_cast<int64_t>(queries_.size()), rows_max(), static_cast<int64_t>(part_floats_)});
   const size_t stripes = static_cast<size_t>(stripes_.size());
   const size_t states = stripes * kMaxPairs * state_floats_;
   reserve(stripe_units_ * states, std::max(states, stripes * sweep_floats()));
@@ -190,15 +187,13 @@ void AttentionStates::write(const Unit& unit, int pair, int node, const float* s
 MergeStates::MergeStates(Pool& pool, const std::vector<PyObject*>& sources,
                          const std::vector<int64_t>& nodes_per_source, const Arguments& a)
     : pool_(pool),
-      head_dim_(a.head_dim),
+      head_dim_(checked_head_dim(a.head_dim)),
       state_floats_(static_cast<size_t>(a.head_dim) + kStateHeader),
       mine_(static_cast<size_t>(a.mine)),
       part_floats_(static_cast<size_t>(std::max<int64_t>(a.part_floats, 0))),
       out_(a.out, "out", Element::kFloat, {kAny, kAny}, true),
       row_fault_(a.row_fault, "row_fault", Element::kInt, {out_.size(0)}, true),
       fault_code_(a.fault_code) {
-  require(head_dim_ >= 8 && head_dim_ <= kMaxHeadDim && head_dim_ % 8 == 0,
-          "head_dim is " + std::to_string(head_dim_) + "; a multiple of 8 up to 256 is needed");
   require(out_.size(1) % head_dim_ == 0, "out is not a whole number of heads wide");
   require(fault_code_ != 0, "fault_code is 0, which stands for no fault");
   require(sources.size() == nodes_per_source.size(),
@@ -206,7 +201,6 @@ MergeStates::MergeStates(Pool& pool, const std::vector<PyObject*>& sources,
               std::to_string(nodes_per_source.size()) + " node counts");
   require(a.mine >= 0 && mine_ < sources.size(), "there is no such source as mine");
   num_heads_ = static_cast<size_t>(out_.size(1) / head_dim_);
-  const size_t needed = (mine_ + 1) * static_cast<size_t>(out_.size(0)) * part_floats_;
   int64_t total = 0;
   for (size_t i = 0; i < sources.size(); ++i) {
     sources_.emplace_back(sources[i], "a source", Element::kFloat,
@@ -215,13 +209,12 @@ MergeStates::MergeStates(Pool& pool, const std::vector<PyObject*>& sources,
             "a node count is out of range");
     nodes_per_source_.push_back(static_cast<size_t>(nodes_per_source[i]));
     total += nodes_per_source[i];
-    const size_t floats =
-        num_heads_ * nodes_per_source_[i] * (static_cast<size_t>(head_dim_) + kWireHeader);
-    require(floats <= part_floats_, "part_floats is " + std::to_string(a.part_floats) + "; " +
-                                        std::to_string(floats) + " are needed");
-    require(static_cast<size_t>(sources_[i].size(0)) >= needed,
-            "source " + std::to_string(i) + " holds " + std::to_string(sources_[i].size(0)) +
-                " floats; " + std::to_string(needed) + " are needed");
+    require_at_least(
+        "part_floats is " + std::to_string(a.part_floats), a.part_floats,
+        {static_cast<int64_t>(num_heads_), nodes_per_source[i], head_dim_ + kWireHeader});
+    require_at_least(
+        "source " + std::to_string(i) + " holds " + std::to_string(sources_[i].size(0)) + " floats",
+        sources_[i].size(0), {a.mine + 1, out_.size(0), static_cast<int64_t>(part_floats_)});
   }
   require(total <= kStripes, std::to_string(total) + " nodes are to be merged; at most " +
                                  std::to_string(kStripes) + " are possible");

@@ -15,9 +15,9 @@ void check_place(const char* what, int64_t value, int64_t limit) {
 }
 
 void check_span(const Array& keys, int64_t first, int64_t count) {
-  require(first >= 0 && count <= INT_MAX && first + count + kLanes <= keys.size(0),
-          "keys has " + std::to_string(keys.size(0)) + " entries; " +
-              std::to_string(first + count + kLanes) + " are needed");
+  require(first >= 0 && count <= INT_MAX && first <= keys.size(0) - kLanes - count,
+          "keys has " + std::to_string(keys.size(0)) + " entries; from " + std::to_string(first) +
+              " on " + std::to_string(count + kLanes) + " are needed");
 }
 
 }  // namespace
@@ -73,6 +73,7 @@ DigestKv::DigestKv(Pool& pool, const Arguments& a)
   require_alike(k_cache_, v_cache_);
   require(0 <= first_head_ && first_head_ <= stop_head_ && stop_head_ <= k_cache_.num_heads(),
           "the heads are not of this cache");
+  check_place("the column of k", column_, out_.size(1));
   check_place("the column of v", column_ + 1, out_.size(1));
   check_span(keys_, first_, (stop_head_ - first_head_) * k_cache_.head_dim());
 }

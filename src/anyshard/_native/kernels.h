@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "coefficients.h"
+
 // A wrong build on purpose (CMakeLists.txt, ANYSHARD_MUTANT) goes through: checks must see it.
 #if !defined(ANYSHARD_MUTANT)
 #if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || defined(__ASSOCIATIVE_MATH__) || \
@@ -19,11 +21,17 @@ static_assert(FLT_EVAL_METHOD == 0, "float arithmetic must round to float: no x8
 
 namespace anyshard {
 
+// Counts that decide bits (ops/coefficients.py says of what). Kernels are written for these.
+using coefficients::kBlock;
+using coefficients::kInt8Most;
+using coefficients::kKvGroup;
+using coefficients::kKvWhole;
+using coefficients::kStripes;
+static_assert(kBlock == 32 && kKvGroup == 32 && kStripes == 8 && coefficients::kNormLanes == 32,
+              "kernels hold a block, a group and the lanes of a norm in four vectors");
+
 constexpr int kLanes = 8;         // outputs of one panel
 constexpr int kMaxDepth = 32;     // most open tree nodes while a leaf program runs
-constexpr int kBlock = 32;        // tokens of one KV block (page)
-constexpr int kKvGroup = 32;      // dims of a head that share a scale in an int8 page
-constexpr int kStripes = 8;       // interleaved sequences of blocks, merged by a fixed tree
 constexpr int kMaxHeadDim = 256;  // dims of one head
 constexpr int kMaxPairs = 32;     // (row, query head) pairs of one attention unit
 constexpr int kSweepUnits = 4;    // KV heads that one row goes through side by side, block by block

@@ -78,7 +78,7 @@ void Embed::run(int rows) {
 
 Qkv::Qkv(Pool& pool, const Arguments& a)
     : pool_(pool),
-      head_dim_(a.head_dim),
+      head_dim_(checked_head_dim(a.head_dim)),
       q_out_(a.q_out, "q_out", Element::kFloat, {kAny, kAny}, true),
       k_cache_(a.k_cache, "k_cache", true, a.head_dim, true),
       v_cache_(a.v_cache, "v_cache", false, a.head_dim, true),
@@ -264,9 +264,8 @@ RowLinear::RowLinear(Pool& pool, PyObject* a, PyObject* panels, int64_t num_outp
       form_(leaves_, a_.size(1), {&linear_}),
       prepared_(form_),
       out_(out, "out", Element::kFloat, {kAny}, true) {
-  const int64_t needed = leaves_.num_nodes() * a_.size(0) * num_outputs;
-  require(out_.size(0) >= needed, "out holds " + std::to_string(out_.size(0)) + " floats; " +
-                                      std::to_string(needed) + " are needed");
+  require_at_least("out holds " + std::to_string(out_.size(0)) + " floats", out_.size(0),
+                   {leaves_.num_nodes(), a_.size(0), num_outputs});
   pool.reserve(form_.quantized() ? form_.scratch_floats(a_.size(0)) : 0,
                prepared_.own_floats() + linear_.scratch_floats());
 }
@@ -303,6 +302,9 @@ Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
       x_(x, "x", Element::kFloat, {kAny, num_outputs}, true),
       bias_(optional_array(bias, "bias", Element::kFloat, {num_outputs})),
       num_outputs_(static_cast<int>(num_outputs)) {
+  require(num_outputs >= 0 && num_outputs <= INT_MAX / 2,
+          "num_outputs is " + std::to_string(num_outputs) + "; 0 to " +
+              std::to_string(INT_MAX / 2) + " is possible");
   require(sources.size() == nodes_per_source.size(),
           "there are " + std::to_string(sources.size()) + " sources, but " +
               std::to_string(nodes_per_source.size()) + " node counts");
@@ -312,10 +314,9 @@ Reduce::Reduce(Pool& pool, const std::vector<PyObject*>& sources,
                           std::initializer_list<int64_t>{kAny});
     const int64_t count = nodes_per_source[i];
     require(count >= 0 && count <= kMaxDepth * 64, "a node count is out of range");
-    const int64_t needed = count * x_.size(0) * num_outputs;
-    require(sources_[i].size(0) >= needed, "source " + std::to_string(i) + " holds " +
-                                               std::to_string(sources_[i].size(0)) + " floats; " +
-                                               std::to_string(needed) + " are needed");
+    require_at_least(
+        "source " + std::to_string(i) + " holds " + std::to_string(sources_[i].size(0)) + " floats",
+        sources_[i].size(0), {count, x_.size(0), num_outputs});
     total += count;
   }
   const Array merge_array(merges, "merges", Element::kInt, {total});
@@ -419,7 +420,7 @@ Head::Head(Pool& pool, const Arguments& a)
       form_(leaves_, norm_.width(), {&linear_}),
       prepared_(form_) {
   pool.reserve(
-      form_.scratch_floats(out_.size(0)),
+      form_.scratch_floats(std::min(out_.size(0), sample_rows_.size(0))),
       prepared_.own_floats() + std::max(norm_.own_floats(form_), linear_.scratch_floats()));
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -81,6 +82,9 @@ bool all_finite(const float* values, int64_t count) {
 
 // Columns that a row takes in memory.
 int64_t stored_columns(PyObject* panels, int64_t num_columns, int64_t group) {
+  require(num_columns >= 1 && num_columns <= INT_MAX, "num_columns is " +
+                                                          std::to_string(num_columns) + "; 1 to " +
+                                                          std::to_string(INT_MAX) + " is possible");
   require(group >= 0 && (group == 0 || num_columns % group == 0),
           "group is " + std::to_string(group) + "; 0 or a divisor of num_columns is possible");
   if (!holds_int8(panels)) return num_columns;
@@ -96,16 +100,17 @@ float nearest_whole(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 // q of up to 32 weights into groups of four k that lie `stride` bytes apart, and their scale.
 Packed quantize_block(const float* values, int64_t count, uint8_t* out, int64_t stride,
                       uint8_t* scale_out) {
+  constexpr float kMost = kInt8Most;
   if (!all_finite(values, count)) return Packed::kNotFinite;
   float largest = 0.0f;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(values[i]));
-  const uint32_t half = narrow_half(largest / 127.0f);
+  const uint32_t half = narrow_half(largest / kMost);
   if (half >= 0x7c00u) return Packed::kScaleTooLarge;
   const float scale = widen_half(half);
   scale_out[0] = static_cast<uint8_t>(half & 0xffu);
   scale_out[1] = static_cast<uint8_t>(half >> 8);
   for (int64_t i = 0; i < count && scale != 0.0f; ++i) {
-    const float held = std::max(-127.0f, std::min(127.0f, values[i] / scale));
+    const float held = std::max(-kMost, std::min(kMost, values[i] / scale));
     out[i / 4 * stride + i % 4] = static_cast<uint8_t>(static_cast<int>(nearest_whole(held)));
   }
   return Packed::kFine;
@@ -133,7 +138,6 @@ Packer::Packer(PyObject* panels, PyObject* source, const std::string& type, int6
                                                        " columns are not whole blocks of " +
                                                        std::to_string(type_->block_columns));
   row_bytes_ = num_columns / type_->block_columns * type_->block_bytes;
-  require(num_columns >= 1, "num_columns is below 1");
   const int64_t source_rows = source_.num_bytes() / row_bytes_;
   require(source_.num_bytes() % row_bytes_ == 0 && (row_map_.present() || source_rows == num_rows),
           "source has " + std::to_string(source_.num_bytes()) + " bytes; rows are of " +

@@ -79,10 +79,12 @@ BoundLinear::BoundLinear(PyObject* panels, PyObject* bias, const char* name, int
           std::string(name) + "panels are Q8_0 blocks of 32 inputs; a leaf is not made of them");
   require(panels_.storage() != Storage::kInt8 || leaves.fit_in(kQ8Inputs),
           std::string(name) + "panels are int8 blocks of 32 inputs; a leaf is longer");
+  const int64_t stored = stored_inputs(panels, num_inputs, leaves);
+  require(stored <= INT_MAX, std::string(name) + "panels has too many inputs");
   linear_.panels = panels_.bytes();
   linear_.panel_stride = panels_.stride();
   linear_.storage = panels_.storage();
-  linear_.num_inputs = static_cast<int>(stored_inputs(panels, num_inputs, leaves));
+  linear_.num_inputs = static_cast<int>(stored);
   linear_.num_outputs = static_cast<int>(num_outputs);
   linear_.program = leaves.program();
 }

@@ -44,11 +44,11 @@ ANYSHARD_INLINE int32_t read_group(const float* x, int count, Vec (&value)[Vecto
   return largest_int(highest);
 }
 
-// A 127th of it; NaN where it is an infinity or NaN.
+// A 127th of it (kInt8Most); NaN where it is an infinity or NaN.
 ANYSHARD_INLINE float scale_of(int32_t top) {
   float magnitude;
   __builtin_memcpy(&magnitude, &top, sizeof magnitude);
-  return top < 0x7f800000 ? magnitude / 127.0f : __builtin_nanf("");
+  return top < 0x7f800000 ? magnitude / static_cast<float>(kInt8Most) : __builtin_nanf("");
 }
 
 struct QuantizedLeaf {
@@ -69,7 +69,7 @@ inline QuantizedLeaf quantize_leaf(const float* x, int count, uint8_t* values,
     return {scale, 0};
   }
   IntVec q[kVectors];
-  round_to(value, scale, 127, q);
+  round_to(value, scale, kInt8Most, q);
   store_bytes(values, q[0], q[1], q[2], q[3]);
   store_bytes(magnitudes, absolute_int(q[0]), absolute_int(q[1]), absolute_int(q[2]),
               absolute_int(q[3]));
@@ -104,12 +104,10 @@ inline uint32_t quantize_group(const float* x, int count, uint8_t* q) {
     return half == 0 ? 0 : kNanHalf;
   }
   IntVec rounded[kVectors];
-  round_to(value, float16_value(half), 127, rounded);
+  round_to(value, float16_value(half), kInt8Most, rounded);
   store_bytes(q, rounded[0], rounded[1], rounded[2], rounded[3]);
   return half;
 }
-
-constexpr float kWhole = 32767.0f;  // of what is multiplied with int8 K and V
 
 // A query by groups of kKvGroup dims: scale = largest magnitude / 32767, whole = rint(query /
 // scale). A group that is not finite has the scale NaN, so that its scores show it.
@@ -122,10 +120,10 @@ inline void quantize_query(const float* query, int head_dim, int16_t* whole, flo
     float magnitude;
     __builtin_memcpy(&magnitude, &top, sizeof magnitude);
     const bool finite = top < 0x7f800000;
-    *scales = finite ? magnitude / kWhole : __builtin_nanf("");
+    *scales = finite ? magnitude / static_cast<float>(kKvWhole) : __builtin_nanf("");
     IntVec q[kVectors];
     if (finite && *scales > 0.0f) {
-      round_to(value, *scales, static_cast<int32_t>(kWhole), q);
+      round_to(value, *scales, kKvWhole, q);
     } else {
       for (int v = 0; v < kVectors; ++v) q[v] = broadcast_int(0);
     }

@@ -108,7 +108,7 @@ int wait_for(uint32_t* line, uint32_t value, int64_t spin_until_ns, int64_t dead
 }
 
 uint32_t* checked_line(const Words& words, int64_t index) {
-  if (index < 0 || index % 16 != 0 || index + 16 > static_cast<int64_t>(words.size())) {
+  if (index < 0 || index % 16 != 0 || index > static_cast<int64_t>(words.size()) - 16) {
     throw std::invalid_argument("a line starts at a multiple of 16 words inside the array");
   }
   return words.data() + index;

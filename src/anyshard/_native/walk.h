@@ -36,8 +36,9 @@ class Exchange : public Bound {
       : gather_(gather), words_(std::move(words)), sizes_(sizes), slice_us_(slice_us) {}
 
   int go(int rows) override {
+    const bool fits = rows == 0 || (rows > 0 && sizes_.wire <= sizes_.capacity / rows);
+    if (!fits || sizes_.mine > sizes_.wire) refuse(rows);
     const int64_t wire = rows * sizes_.wire;
-    if (rows < 0 || sizes_.mine > sizes_.wire || wire > sizes_.capacity) refuse(rows);
     const uint32_t step = ++*words_.step;
     uint32_t* sizes = words_.sizes[step & 1];
     const auto size = static_cast<uint32_t>(wire);

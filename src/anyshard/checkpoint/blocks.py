@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.errors import CheckpointError
-from anyshard.ops.quant import MOST
+from anyshard.ops.coefficients import INT8_MOST
 from anyshard.ops.storage import Q8_INPUTS, Q8_OUTPUTS
 
 __all__ = ["check_blocks"]
@@ -72,7 +72,7 @@ def _problem(part: NDArray[Any]) -> str:
     """What is wrong, or ""."""
     if part.dtype == np.float32:
         return "" if np.isfinite(part).all() else "a NaN or an infinity"
-    if part[:, :, :_Q_BYTES].min() < -MOST:
-        return f"a weight of -128, and blocks go from -{MOST} to {MOST}"
+    if part[:, :, :_Q_BYTES].min() < -INT8_MOST:
+        return f"a weight of -128, and blocks go from -{INT8_MOST} to {INT8_MOST}"
     exponents = part[:, :, _Q_BYTES:].view(np.uint16) & np.uint16(_FLOAT16_EXPONENT)
     return "a scale that is a NaN or an infinity" if exponents.max() == _FLOAT16_EXPONENT else ""

@@ -14,7 +14,11 @@ import json
 
 __all__ = [
     "EXP2_COEFFICIENTS",
+    "INT8_MOST",
     "KV_BLOCK",
+    "KV_GROUP",
+    "KV_LEAST_WEIGHT",
+    "KV_WHOLE",
     "LN2_HI",
     "LN2_LO",
     "LOG2E_HI",
@@ -73,6 +77,9 @@ LN2_HI, LN2_LO = _floats("0x1.62e4p-1", "0x1.7f7d1cp-20")
 # A score beyond it, to either side, is a fault of its row.
 SCORE_LIMIT = float.fromhex("0x1.0p+20")
 
+# Over int8 values: a page and group whose weights are no larger add nothing.
+KV_LEAST_WEIGHT = float.fromhex("0x1.0p-100")
+
 # --- float64: taken once, at bind ---------------------------------------------------------------
 
 # q is scaled by float32(LOG2_E / sqrt(head_dim)).
@@ -110,6 +117,9 @@ ROPE_COS = _floats(
 KV_BLOCK = 32  # tokens of a block of keys and values
 STRIPES = 8  # independent softmax states of a row and head, merged in a tree
 NORM_LANES = 32  # chains of a sum of squares
+INT8_MOST = 127  # largest magnitude of q in int8: weights, rows, keys and values
+KV_GROUP = 32  # dims of a head that share a scale in an int8 page
+KV_WHOLE = 32767  # largest query, or weight, as a whole number over int8 keys and values
 
 
 def constants_sha256() -> str:

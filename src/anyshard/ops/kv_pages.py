@@ -14,13 +14,13 @@ Held by: test_kv_int8.py, and the golden vectors.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anyshard.config import KvType
-from anyshard.ops.coefficients import KV_BLOCK
+from anyshard.ops.coefficients import INT8_MOST, KV_BLOCK, KV_GROUP, KV_LEAST_WEIGHT, KV_WHOLE
 from anyshard.ops.exact import F32, fma32
 
 __all__ = [
@@ -42,10 +42,6 @@ __all__ = [
 
 Pages = npt.NDArray[Any]  # float32 or int8
 I8 = npt.NDArray[np.int8]
-KV_GROUP: Final = 32
-MOST: Final = 127
-WHOLE: Final = np.float32(32767)  # of queries and of weights, over int8 pages
-LEAST_WEIGHT: Final = np.float32(2.0**-100)  # below it, weights of a page are nothing
 
 
 def num_groups(head_dim: int) -> int:
@@ -80,11 +76,13 @@ def quantize_groups(x_Nd: F32) -> tuple[I8, F32]:
     x_Ngk = padded.reshape(num_rows, groups, KV_GROUP)
     amax = np.abs(x_Ngk).max(axis=2)
     with np.errstate(all="ignore"):
-        scale = (amax / np.float32(MOST)).astype(np.float16).astype(np.float32)
+        scale = (amax / np.float32(INT8_MOST)).astype(np.float16).astype(np.float32)
         q = np.rint(x_Ngk / scale[:, :, None])
     scale[~np.isfinite(scale)] = np.nan
     usable = (scale > 0)[:, :, None]
-    clamped = np.where(usable, np.clip(np.where(usable, q, 0), -MOST, MOST), 0).astype(np.int8)
+    clamped = np.where(usable, np.clip(np.where(usable, q, 0), -INT8_MOST, INT8_MOST), 0).astype(
+        np.int8
+    )
     return clamped.reshape(num_rows, -1)[:, :dims], scale
 
 
@@ -214,10 +212,10 @@ def whole_query(q_Hd: F32) -> tuple[npt.NDArray[np.float64], F32]:
     padded[:, :dims] = q_Hd
     q_Hgk = padded.reshape(num_heads, -1, KV_GROUP)
     most_Hg = np.abs(q_Hgk).max(axis=2)
-    worth_Hg = np.where(np.isfinite(most_Hg), most_Hg / WHOLE, np.float32(np.nan))
+    worth_Hg = np.where(np.isfinite(most_Hg), most_Hg / np.float32(KV_WHOLE), np.float32(np.nan))
     usable = (worth_Hg > 0)[:, :, None]
     with np.errstate(all="ignore"):
-        whole = np.clip(np.rint(q_Hgk / worth_Hg[:, :, None]), -WHOLE, WHOLE)
+        whole = np.clip(np.rint(q_Hgk / worth_Hg[:, :, None]), -KV_WHOLE, KV_WHOLE)
     whole = np.where(usable, whole, 0).astype(np.float64)
     return whole.reshape(num_heads, -1)[:, :dims], worth_Hg
 
@@ -237,10 +235,10 @@ def add_values(o_Hd: F32, p_HJ: F32, v_HJd: F32, scale_HgJ: F32 | None) -> F32:
         with np.errstate(all="ignore"):
             w_HJ = p_HJ * scale_HgJ[:, group, :visible]
             most_H = np.abs(w_HJ).max(axis=1)  # NaN where one is
-            factor_H = WHOLE / most_H
-            used_H = np.isfinite(most_H) & (most_H > LEAST_WEIGHT)
+            factor_H = np.float32(KV_WHOLE) / most_H
+            used_H = np.isfinite(most_H) & (most_H > np.float32(KV_LEAST_WEIGHT))
             whole_HJ = np.where(used_H[:, None], np.rint(w_HJ * factor_H[:, None]), 0)
-            worth_H = np.where(used_H, most_H / WHOLE, np.float32(0))
+            worth_H = np.where(used_H, most_H / np.float32(KV_WHOLE), np.float32(0))
         worth_H = np.where(np.isfinite(most_H), worth_H, np.float32(np.nan))
         values = v_HJd[:, :visible, part].astype(np.float64)
         dots = np.einsum("hj,hjd->hd", whole_HJ.astype(np.float64), values).astype(np.float32)

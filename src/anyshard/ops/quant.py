@@ -12,19 +12,18 @@ Source: docs/numerics.md, int8. Held by: test_int8.py, and the golden vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from anyshard.ops.coefficients import INT8_MOST
 from anyshard.ops.exact import F32, merge_nodes
 from anyshard.ops.storage import Q8_INPUTS
 
-__all__ = ["MOST", "int8_nodes", "quantize_rows", "quantize_weights", "split_blocks"]
+__all__ = ["int8_nodes", "quantize_rows", "quantize_weights", "split_blocks"]
 
 I8 = npt.NDArray[np.int8]
 F16 = npt.NDArray[np.float16]
-MOST: Final = 127
 
 
 def split_blocks(a_RK: F32, lengths: Sequence[int]) -> F32:
@@ -41,7 +40,7 @@ def _rounded(a_RBk: F32, scale_RB: F32) -> I8:
     with np.errstate(all="ignore"):
         q = np.rint(a_RBk / scale_RB[:, :, None])
     usable = (scale_RB != 0) & np.isfinite(scale_RB)
-    clamped: F32 = np.clip(q, -MOST, MOST)
+    clamped: F32 = np.clip(q, -INT8_MOST, INT8_MOST)
     return np.where(usable[:, :, None], clamped, 0).astype(np.int8)
 
 
@@ -52,7 +51,7 @@ def quantize_weights(w_NBk: F32) -> tuple[I8, F16]:
     """
     amax = np.abs(w_NBk).max(axis=2)
     with np.errstate(over="ignore"):
-        scale = (amax / np.float32(MOST)).astype(np.float16)
+        scale = (amax / np.float32(INT8_MOST)).astype(np.float16)
     if np.isinf(scale).any():
         raise OverflowError("a block's largest weight / 127 is beyond float16")
     return _rounded(w_NBk, scale.astype(np.float32)), scale
@@ -65,7 +64,7 @@ def quantize_rows(x_MK: F32, lengths: Sequence[int]) -> tuple[I8, F32]:
     """
     blocks = split_blocks(x_MK, lengths)
     amax = np.abs(blocks).max(axis=2)
-    scale = np.where(np.isfinite(amax), amax / np.float32(MOST), np.float32(np.nan))
+    scale = np.where(np.isfinite(amax), amax / np.float32(INT8_MOST), np.float32(np.nan))
     return _rounded(blocks, scale), scale
 
 
