@@ -324,7 +324,9 @@ def test_queries_at_the_ends_of_float32(body: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("body", ["reference", *BODIES])
-@pytest.mark.parametrize(("below", "is_nothing"), [(60, False), (90, True)])
+@pytest.mark.parametrize(
+    ("below", "is_nothing"), [(60, False), (75, False), (76, True), (90, True)]
+)
 def test_weights_of_a_page_that_are_too_small_are_nothing(
     body: str, below: int, is_nothing: bool
 ) -> None:
