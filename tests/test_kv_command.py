@@ -148,7 +148,10 @@ def test_the_start_says_how_many_tokens_fit(capfd: Capture) -> None:
     assert main([*run, "--kv-memory", f"{PAGE * 9}", "--max-model-len", "288"]) == 0
     assert "· room for 288 tokens" in capfd.readouterr().err
     assert main([*run, "--kv-memory", " 0.5 gib "]) == 0
-    assert "· room for 32 tokens" in capfd.readouterr().err  # no more than is needed
+    said = capfd.readouterr().err
+    assert "· room for 32 tokens" in said  # no more than is needed
+    holds = (1 << 29) // PAGE * 32
+    assert f"note: --kv-memory  0.5 gib  has room for {holds} tokens; 1 at once of up to 32" in said
 
 
 @pytest.mark.parametrize(

@@ -415,6 +415,13 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
 
     opened = loading.opened.for_tokens(limit)
     flags, layout = opened.flags, opened.layout
+    if opened.kv_pages is not None:
+        print(
+            f"note: --kv-memory {flags.kv_memory} has room for "
+            f"{opened.kv_pages * opened.profile.kv_block} tokens; {opened.num_seqs} at once of up "
+            f"to {limit} are planned for",
+            file=sys.stderr,
+        )
     if layout != loading.opened.layout:
         print(f"note: {_why_sequence(loading.opened, opened, limit)}", file=sys.stderr)
     engine = Engine(
