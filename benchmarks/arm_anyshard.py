@@ -27,7 +27,8 @@ from typing import Any
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # before NumPy: we fork
 
 from anyshard.checkpoint import open_checkpoint
-from anyshard.engine import Engine, EngineOptions, loader, profile_of
+from anyshard.engine import Engine, loader, profile_of
+from anyshard.epoch import EngineOptions
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
 from anyshard.request import Request

@@ -23,7 +23,8 @@ import numpy as np
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
-from anyshard.engine import Engine, EngineOptions, loader, profile_of
+from anyshard.engine import Engine, loader, profile_of
+from anyshard.epoch import EngineOptions
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
 from anyshard.request import Request, Sampling

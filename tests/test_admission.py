@@ -25,7 +25,8 @@ from anyshard.checkpoint.cache import load_image
 from anyshard.cli import main, running
 from anyshard.cli.memory import MemoryNeed, memory_need
 from anyshard.config import Profile
-from anyshard.engine import Engine, EngineOptions, f32_profile
+from anyshard.engine import Engine, f32_profile
+from anyshard.epoch import EngineOptions
 from anyshard.errors import LayoutError
 from anyshard.fidelity.log import digest_bytes
 from anyshard.layout import KvShard, plan

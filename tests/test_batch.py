@@ -52,7 +52,7 @@ def answer(batch: Batch, tick: Tick) -> Batch:
     by_slot = {s.slot: s for s in batch.running}
     drawn = {row.slot: 9 for row in tick.rows if row.sample}
     done = {slot for slot in drawn if by_slot[slot].emitted + 1 == by_slot[slot].request.max_tokens}
-    return apply(batch, tick, drawn, frozenset(done))
+    return apply(batch, drawn, frozenset(done))
 
 
 @given(

@@ -12,7 +12,8 @@ import pytest
 
 from anyshard.comm.base import WIRE_KINDS, Comm, ExchangeSpec, WireSizes
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, RankStatus
-from anyshard.comm.region import EpochRegion, EpochSizes
+from anyshard.comm.hops import HOP_HEADER_BYTES
+from anyshard.comm.region import MOST_FRAMES, EpochRegion, EpochSizes
 from anyshard.comm.signals import ABORTED, LATE, REACHED
 from anyshard.comm.solo import Solo
 from anyshard.errors import AnyshardError, PeerLost
@@ -49,7 +50,7 @@ def sizes(
         capacity_floats=floats,
         root_only=root_only,
     )
-    wires = WireSizes(tp=tp, pp=pp, exchanges=(spec,), hop_floats=hop_floats)
+    wires = WireSizes(tp=tp, pp=pp, exchanges=(spec,), hop_bytes=4 * hop_floats)
     control = control or ControlSizes(rows_max=4, pages_max=2, logit_rows=1, vocab=5)
     return EpochSizes(wires=wires, control=control, spin_us=spin_us, signals=body)
 
@@ -178,7 +179,10 @@ def test_a_hop_of_another_size_is_refused_with_both_numbers() -> None:
 
     with (
         running("threads", serve(work), sizes(tp=1, pp=2, hop_floats=8)) as (_, front),
-        pytest.raises(PeerLost, match="expects a hop of 5 floats, rank 0 sent 4"),
+        pytest.raises(
+            PeerLost,
+            match="rank 1 expects 20 bytes of frame 0 of epoch 1, rank 0 sent 16 bytes of",
+        ),
     ):
         front.wait_result(front.send_frame(rows(1)))
 
@@ -254,7 +258,8 @@ def test_counted_bytes_are_the_formula(kind: str, root_only: bool) -> None:
             expected = dict.fromkeys(WIRE_KINDS, 0)
             expected |= {name: messages, "hop": hops}
             assert status.wire_messages == expected
-            expected |= {name: messages * floats * 4, "hop": hops * 6 * 4}
+            hop_bytes = HOP_HEADER_BYTES + 6 * 4
+            expected |= {name: messages * floats * 4, "hop": hops * hop_bytes}
             assert status.wire_bytes == expected
 
 
@@ -370,20 +375,21 @@ def test_peers_that_disagree_about_the_wire_are_told_both_sizes(root_only: bool)
         front.wait_result(front.send_frame(rows(1)))
 
 
-def test_the_last_frame_with_a_fault_is_kept() -> None:
+def test_the_faults_of_as_many_frames_as_can_be_in_flight_are_kept() -> None:
     region = EpochRegion.create(sizes(tp=1), 1, shared=False)
     status = RankStatus(region, 0)
     front = FrontControl(region, poll=lambda: None, deadline_s=1.0)
 
-    def kept() -> list[tuple[int, int]]:
-        views = front.statuses(settled=False)
-        return [(view.fault_sequence, view.fault_code) for view in views]
+    def kept() -> dict[int, int]:
+        (view,) = front.statuses(settled=False)
+        return view.faults
 
-    assert kept() == [(0, 0)]
+    assert kept() == {}
     status.fault(sequence=4, code=3)
-    assert kept() == [(4, 3)]
     status.fault(sequence=7, code=9)
-    assert kept() == [(7, 9)]
+    assert kept() == {4: 3, 7: 9}
+    status.fault(sequence=4 + MOST_FRAMES, code=5)
+    assert kept() == {7: 9, 4 + MOST_FRAMES: 5}
     region.close_descriptors()
 
 

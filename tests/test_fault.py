@@ -16,7 +16,8 @@ from models import ADVERSARIAL_9_3, plant_overflow, write_hf_model
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
-from anyshard.engine import Engine, EngineOptions, Event
+from anyshard.engine import Engine, Event
+from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankMain
 from anyshard.layout import KvShard, plan
 from anyshard.ops.exact import F32
@@ -57,6 +58,7 @@ def run(
     pp: int = 1,
     kv_shard: KvShard = "heads",
     slots: int | None = None,
+    micro_batches: int | None = None,
     chunk: int = 16,
     want_logits: bool = True,
     body: RankMain = rank_main,
@@ -73,6 +75,7 @@ def run(
                 comm="threads",
                 threads=1,
                 chunk=chunk,
+                micro_batches=micro_batches,
                 max_num_seqs=slots or len(prompts),
                 max_model_len=64,
                 poison=True,
@@ -142,8 +145,23 @@ def test_requests_that_fail_in_one_step_are_named_by_the_earliest_op(
     model: Served, tp: int, pp: int, kv_shard: KvShard
 ) -> None:
     prompts = [prompt(5, seed=15, last=LATE), prompt(6, seed=16, last=EARLY)]
-    for failed in run(model, prompts, tp=tp, pp=pp, kv_shard=kv_shard, chunk=32):
+    split = {"tp": tp, "pp": pp, "kv_shard": kv_shard, "chunk": 32}
+    for failed in run(model, prompts, micro_batches=1, **split):  # type: ignore[arg-type]
         assert [event.fault for event in failed] == [NAME_OF[EARLY]]
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_frames_that_are_under_way_together_keep_their_faults_apart(model: Served, pp: int) -> None:
+    """One prompt fails on the first stage in its first chunk, with more of them behind it; another
+    on the last, in a frame of its own where there are as many micro-batches."""
+    late, early = prompt(20, seed=15, last=LATE), prompt(9, seed=16, last=EARLY)
+    prompts = [late, (*early, *prompt(22, seed=18)), prompt(30, seed=19)]
+    (fine,) = run(model, prompts[2:])
+    for many in (1, 2, 3, 5):
+        first, second, third = run(model, prompts, pp=pp, chunk=11, micro_batches=many)
+        assert [event.fault for event in second] == [NAME_OF[EARLY]]
+        assert [event.fault for event in first] == [NAME_OF[LATE]] or many < 3
+        assert bits(third) == bits(fine)
 
 
 class LateBooks(Worker):

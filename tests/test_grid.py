@@ -32,7 +32,8 @@ from grid import (
 )
 from models import MODELS, NUM_TWIN_ROWS
 
-from anyshard.engine import Engine, EngineOptions
+from anyshard.engine import Engine
+from anyshard.epoch import EngineOptions
 from anyshard.ops import available_bodies
 from anyshard.request import Request
 from anyshard.verify.cells import BATCH, GREEDY, Cell, neighbours, shuffled_pages

@@ -27,7 +27,8 @@ from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
 from anyshard.config import KvType
-from anyshard.engine import Engine, EngineOptions
+from anyshard.engine import Engine
+from anyshard.epoch import EngineOptions
 from anyshard.errors import PromptTooLong
 from anyshard.model import Op
 from anyshard.ops import native_module

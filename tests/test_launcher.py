@@ -33,7 +33,7 @@ NOTICE_S = 5.0  # on a busy machine; half of the patience with a silent peer
 def sizes(tp: int = 2, pp: int = 1) -> EpochSizes:
     spec = ExchangeSpec(name="nodes", kind="reduce", capacity_floats=64)
     return EpochSizes(
-        wires=WireSizes(tp=tp, pp=pp, exchanges=(spec,), hop_floats=8),
+        wires=WireSizes(tp=tp, pp=pp, exchanges=(spec,), hop_bytes=32),
         control=ControlSizes(rows_max=2, pages_max=1),
     )
 

@@ -11,7 +11,8 @@ import pytest
 from models import MODELS, QWEN2_SHAPED, QWEN3_SHAPED
 
 from anyshard.config import ModelConfig
-from anyshard.engine import EngineOptions, f32_profile, plan_epoch
+from anyshard.engine import f32_profile
+from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.layout import Layout, plan
 from anyshard.model import Op, OpKind, Program, Weight, program
 

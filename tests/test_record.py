@@ -28,7 +28,8 @@ from test_stored import shaped
 from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
 from anyshard.config import ModelConfig
-from anyshard.engine import Engine, EngineOptions
+from anyshard.engine import Engine
+from anyshard.epoch import EngineOptions
 from anyshard.fidelity import (
     Disagreement,
     Manifest,

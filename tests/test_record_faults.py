@@ -15,7 +15,8 @@ from models import ADVERSARIAL_9_3, plant_overflow, write_hf_model
 from records import small_record
 
 from anyshard.checkpoint import open_checkpoint
-from anyshard.engine import Engine, EngineOptions
+from anyshard.engine import Engine
+from anyshard.epoch import EngineOptions
 from anyshard.fidelity import Record, RunDigests, compare_records
 from anyshard.layout import plan
 from anyshard.request import Request

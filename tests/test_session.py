@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from grid import Loaded, the_model
 
-from anyshard.batch import Tick
 from anyshard.comm.control import Result
-from anyshard.engine import Engine, EngineOptions
+from anyshard.engine import Engine
+from anyshard.epoch import EngineOptions
 from anyshard.layout import KvShard, plan
 from anyshard.request import Request, Sampling
 from anyshard.verify.cells import shuffled_pages
@@ -158,14 +159,14 @@ def test_an_ended_session_is_computed_again() -> None:
 def test_a_session_that_failed_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     model = the_model(NAME)
     with engine_of(model) as engine:
-        step = engine._step
+        receive = engine._receive
 
-        def failing(tick: Tick) -> tuple[Result, list[int]]:
-            result, codes = step(tick)
+        def failing() -> tuple[Any, Result, list[int]]:
+            flight, result, codes = receive()
             result.faults[0] = 1
-            return result, codes
+            return flight, result, codes
 
-        monkeypatch.setattr(engine, "_step", failing)
+        monkeypatch.setattr(engine, "_receive", failing)
         engine.submit(request(model.prompt[:20], session=1))
         assert [event.finish for event in engine.run()] == ["fault"]
         assert not engine.batch.resting and len(engine.batch.free_slots) == 2

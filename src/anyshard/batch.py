@@ -1,7 +1,9 @@
 """Which rows run in the next tick: pure functions over a frozen state.
 
 A tick holds one row for every sequence that decodes, then prompt rows in arrival order, at most
-`chunk` of one prompt, at most `rows_max` in all. Pages for a whole request are taken when it is
+`chunk` of one prompt, at most `rows_max` in all. Sequences are dealt to micro-batches, and a tick
+is of one of these; several ticks may be under way, and a sequence has no row to run while its
+token is yet to come out. Pages for a whole request are taken when it is
 admitted, so nothing runs out half way. A request of a *session* leaves its sequence resting when it
 ends, pages and all; the session's next request continues it from the first token that differs.
 Knows nothing of ranks, text or clocks.
@@ -33,16 +35,19 @@ __all__ = [
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes fixed before start: rows of a tick, rows of one prompt in it, slots, tokens a page."""
+    """Sizes fixed before start: rows of a tick, rows of one prompt in it, slots, tokens a page,
+    micro-batches that take turns."""
 
     rows_max: int
     chunk: int
     num_slots: int
     block: int
+    micro_batches: int = 1
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in flight. `computed` tokens have their keys and values stored."""
+    """A request in flight. `computed` tokens have their keys and values stored, or will have when
+    the ticks under way have run; if that is all of them, its next token is yet to come out."""
 
     request_id: int
     request: Request
@@ -50,6 +55,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     pages: tuple[int, ...]
     tokens: tuple[int, ...]
     computed: int = 0
+    micro_batch: int = 0
 
     @property
     def emitted(self) -> int:
@@ -57,8 +63,13 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def unrun(self) -> int:
+        """Tokens that a tick has yet to take; 0 while the next one is yet to come out."""
+        return len(self.tokens) - self.computed
+
+    @property
     def unread(self) -> int:
-        """Tokens of the prompt whose keys and values are not stored yet."""
+        """Those of the prompt among them."""
         return max(0, len(self.request.prompt) - self.computed)
 
 
@@ -182,6 +193,7 @@ def _place(
         pages=pages,
         tokens=request.prompt,
         computed=computed,
+        micro_batch=_emptiest(batch.running, limits.micro_batches),
     )
     return sequence, replace(
         batch,
@@ -192,6 +204,14 @@ def _place(
     )
 
 
+def _emptiest(running: tuple[Sequence, ...], micro_batches: int) -> int:
+    """The micro-batch with the fewest sequences, the first of those."""
+    counts = [0] * micro_batches
+    for sequence in running:
+        counts[sequence.micro_batch] += 1
+    return counts.index(min(counts))
+
+
 def _stored_of(sequence: Sequence, prompt: tuple[int, ...]) -> int:
     """How many tokens of `prompt` stand stored in `sequence`; the last one always runs."""
     most = min(sequence.computed, len(prompt) - 1)
@@ -199,32 +219,42 @@ def _stored_of(sequence: Sequence, prompt: tuple[int, ...]) -> int:
     return next((index for index, (old, new) in enumerate(pairs) if old != new), most)
 
 
-def next_tick(batch: Batch, limits: Limits) -> tuple[Tick, Batch]:
-    """The rows of the next step. Held by: test_batch.py."""
+def next_tick(batch: Batch, limits: Limits, *, micro_batch: int = 0) -> tuple[Tick, Batch]:
+    """The rows of the next step of a micro-batch, and the state in which they count as computed.
+
+    One that has none takes the next chunk of another's prompt, which waits for no token. So the
+    chunks of a single prompt follow each other through a pipeline. Held by: test_batch.py.
+    """
     admitted, batch = admit(batch, limits)
+    mine = [s for s in batch.running if s.micro_batch == micro_batch and s.unrun]
+    if not mine:
+        mine = [s for s in batch.running if s.unread][:1]
+    decoding = [s for s in mine if s.unrun == 1]
+    prefilling = [s for s in mine if s.unrun > 1]
     rows: list[Row] = []
-    decoding = [s for s in batch.running if len(s.tokens) - s.computed == 1]
-    prefilling = [s for s in batch.running if len(s.tokens) - s.computed > 1]
+    ran: dict[int, int] = {}
     for sequence in (*decoding, *prefilling):
-        count = min(
-            limits.chunk, len(sequence.tokens) - sequence.computed, limits.rows_max - len(rows)
-        )
+        count = min(limits.chunk, sequence.unrun, limits.rows_max - len(rows))
         last, request = len(sequence.tokens) - 1, sequence.request
         for position in range(sequence.computed, sequence.computed + count):
             sample = position == last
             logits = request.want_logits if sample else request.wants_row(position)
             rows.append(Row(sequence.slot, position, sequence.tokens[position], sample, logits))
-    return Tick(tuple(rows), admitted), batch
+        ran[sequence.slot] = count
+    running = tuple(
+        replace(s, computed=s.computed + ran[s.slot]) if s.slot in ran else s for s in batch.running
+    )
+    assert rows or not admitted, "page tables of the admitted travel with rows"
+    return Tick(tuple(rows), admitted), replace(batch, running=running)
 
 
-def apply(batch: Batch, tick: Tick, tokens: dict[int, int], finished: frozenset[int]) -> Batch:
-    """The state after a tick: rows computed, `tokens` by slot appended.
+def apply(batch: Batch, tokens: dict[int, int], finished: frozenset[int]) -> Batch:
+    """The state after a tick has run: `tokens` by slot appended.
 
-    `finished` slots are freed, or rest if their request belongs to a session.
+    `finished` slots are freed, or rest if their request belongs to a session. Ticks that are under
+    way may still hold rows of theirs: ranks run those before any later tick, so slot and pages can
+    be handed on at once.
     """
-    ran: dict[int, int] = {}
-    for row in tick.rows:
-        ran[row.slot] = ran.get(row.slot, 0) + 1
     running: list[Sequence] = []
     resting = list(batch.resting)
     slots, pool = list(batch.free_slots), batch.pool
@@ -235,11 +265,7 @@ def apply(batch: Batch, tick: Tick, tokens: dict[int, int], finished: frozenset[
             continue
         new = (tokens[sequence.slot],) if sequence.slot in tokens else ()
         (resting if sequence.slot in finished else running).append(
-            replace(
-                sequence,
-                tokens=sequence.tokens + new,
-                computed=sequence.computed + ran.get(sequence.slot, 0),
-            )
+            replace(sequence, tokens=sequence.tokens + new)
         )
     return replace(
         batch,

@@ -345,7 +345,7 @@ class Tap:
         place = int(self.places[0]) * (stop - start)
         self.found[name] = buffer[place : place + stop - start].copy()
 
-    def hopped(self, name: str, values: FloatArray) -> None:
+    def hopped(self, name: str, values: npt.NDArray[Any]) -> None:
         """What `comm.send` was given, or what `comm.receive` brought."""
         width = self.program.config.hidden
         if self.detailed and len(self.index) and values.size == self.rows * width:
@@ -395,6 +395,7 @@ class TappedComm:
         self.rank, self.world, self.stage = comm.rank, comm.world, comm.stage
         self.tp_rank, self.tp, self.pp = comm.tp_rank, comm.tp, comm.pp
         self.counters: Counters = comm.counters
+        self.tag, self.times = comm.tag, comm.times
 
     def exchange(self, name: str) -> _TappedExchange:
         """The exchange of that name; always the same object."""
@@ -402,12 +403,12 @@ class TappedComm:
             self._exchanges[name] = _TappedExchange(self._comm.exchange(name), name, self._tap)
         return self._exchanges[name]
 
-    def send(self, values: FloatArray) -> None:
+    def send(self, values: npt.NDArray[Any]) -> None:
         """See Comm."""
         self._tap.hopped("hop_out", values)
         self._comm.send(values)
 
-    def receive(self, into: FloatArray) -> None:
+    def receive(self, into: npt.NDArray[Any]) -> None:
         """See Comm."""
         self._comm.receive(into)
         self._tap.hopped("hop_in", into)

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from anyshard.batch import (
     Batch,
-    Limits,
     Sequence,
     Tick,
     apply,
@@ -28,51 +27,44 @@ from anyshard.batch import (
     take_waiting,
 )
 from anyshard.binder import FaultCode
-from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.cache import ImageCache, load_image
-from anyshard.comm.base import CommKind
-from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, Result
+from anyshard.comm.control import PAGE, ROW, FrontControl, Result
 from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile
+from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import PromptTooLong
 from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
 from anyshard.fidelity.weights import weights_sha256
-from anyshard.launcher import EpochSizes, Progress, RankGroup, Start
+from anyshard.launcher import Progress, RankGroup, Start
 from anyshard.layout import Layout
-from anyshard.ledger import StepShape
-from anyshard.model import Program, program
-from anyshard.ops import Body, KernelChoice, choose_body
+from anyshard.ledger import StepShape, wire_cost
+from anyshard.model import program
+from anyshard.ops import choose_body
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
+from anyshard.trace import RankTrace, Run
 from anyshard.worker import (
     ROW_LOGITS,
     ROW_SAMPLE,
     ROW_WHOLE,
-    RankPlan,
     Served,
-    note_bytes,
-    wire_sizes,
 )
 
 __all__ = [
     "Engine",
-    "EngineOptions",
-    "EpochPlan",
     "Event",
     "FinishReason",
     "LoadReport",
     "f32_profile",
     "int8_profile",
     "loader",
-    "plan_epoch",
     "profile_of",
 ]
 
 FinishReason = Literal["stop", "length", "fault"]
-SPIN_US = 500
 
 
 def f32_profile() -> Profile:
@@ -134,32 +126,6 @@ def loader(
     return load
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How to run, none of which changes a bit: bodies, wires, threads, chunk, sizes.
-
-    threads None: cores divided by local ranks. kv_pages: most pages for keys and values; else what
-    max_num_seqs sequences of max_model_len tokens take. deadline_s bounds every wait for a rank.
-    prompt_logits: most that the requests in flight ask for together. record: keep digests of what
-    every op writes, for `Engine.digests`.
-    capture: what ranks copy to be looked at (`capture.py`).
-    """
-
-    kernels: KernelChoice = "auto"
-    comm: Literal["auto"] | CommKind = "auto"
-    threads: int | None = None
-    chunk: int = 256
-    max_num_seqs: int = 32
-    max_model_len: int
-    kv_pages: int | None = None
-    deadline_s: float = 10.0
-    prompt_logits: int = 0
-    page_order: tuple[int, ...] | None = None
-    poison: bool = False
-    record: bool = False
-    capture: Capture | None = None
-
-
 class Event(msgspec.Struct, frozen=True):
     """A token of a request (with its logit row, if asked for), its end, or both.
 
@@ -184,66 +150,16 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class EpochPlan:
-    """All sizes of an epoch, fixed before a rank exists."""
+class _Flight:
+    """A frame whose result is yet to be read: of slot number `slot` of the schedule's first stage.
 
-    ranks: RankPlan
-    sizes: EpochSizes
-    limits: Limits
-    pages: tuple[int, ...] | range
+    `sequences`, by their slot, as they were when it was sent.
+    """
 
-
-def plan_epoch(
-    programs: list[Program], options: EngineOptions, *, body: Body, threads: int, spin: bool
-) -> EpochPlan:
-    """Turn options into sizes. Pure."""
-    here = programs[0]
-    config, profile, layout = here.config, here.profile, here.layout
-    slots = options.max_num_seqs
-    blocks = pages_for(options.max_model_len, block=profile.kv_block)
-    needed = slots * blocks
-    most = needed if options.kv_pages is None else min(needed, options.kv_pages)
-    pages = options.page_order or range(most)
-    limits = Limits(
-        rows_max=options.chunk + slots,
-        chunk=options.chunk,
-        num_slots=slots,
-        block=profile.kv_block,
-    )
-    sampled = min(slots + options.prompt_logits, limits.rows_max)
-    ranks = RankPlan(
-        heads=layout.heads,
-        ffn=layout.ffn,
-        vocab=layout.vocab,
-        layers=layout.layers,
-        kv_shard=layout.kv_shard,
-        kernels=body,
-        comm="shm" if options.comm == "auto" else options.comm,
-        threads=threads,
-        spin=spin,
-        rows_max=limits.rows_max,
-        sampled_max=sampled,
-        num_slots=slots,
-        num_pages=len(pages),
-        max_model_len=options.max_model_len,
-        profile_sha256=profile.sha256(),
-        poison=options.poison,
-        record=options.record,
-        capture=options.capture,
-    )
-    sizes = EpochSizes(
-        wires=wire_sizes(programs, ranks),
-        control=ControlSizes(
-            rows_max=limits.rows_max,
-            pages_max=len(pages),
-            note_bytes=note_bytes(slots),
-            logit_rows=sampled,
-            vocab=config.vocab,
-            digest_columns=max(each.record_columns for each in programs) if options.record else 0,
-        ),
-        spin_us=SPIN_US if spin else 0,
-    )
-    return EpochPlan(ranks, sizes, limits, pages)
+    frame: int
+    slot: int
+    tick: Tick
+    sequences: dict[int, Sequence]
 
 
 class Engine:
@@ -268,7 +184,8 @@ class Engine:
         steps: list[StepShape] | None = None,
     ) -> None:
         self.group, self.config, self.profile = group, config, profile
-        self.layout, self.options, self.cores, self.steps = layout, options, cores, steps
+        self.layout, self.options, self.cores = layout, options, cores
+        self.steps = [] if steps is None and options.trace_events else steps
         self.timings = Timings()
         world = layout.world
         self.body = choose_body(options.kernels)
@@ -284,7 +201,7 @@ class Engine:
             threads=self.threads,
             spin=not self.crowded,
         )
-        self.comm, self.limits = plan.ranks.comm, plan.limits
+        self.comm, self.limits, self.schedule = plan.ranks.comm, plan.limits, plan.schedule
         pool = PagePool.of(
             plan.pages,
             owners=layout.stripe_owners,
@@ -304,7 +221,10 @@ class Engine:
         self._cancelled: set[int] = set()
         rows_max = self.limits.rows_max
         self._log = DigestLog(self.programs, rows_max=rows_max) if options.record else None
-        self._uncollected: tuple[Tick, Result, tuple[Sequence, ...]] | None = None
+        self._uncollected: tuple[_Flight, Result] | None = None
+        self._slot = 0  # of the schedule's first stage, which comes next
+        self._in_flight: deque[_Flight] = deque()
+        self._result_at = 0.0  # when the last one was read
         self.control: FrontControl = group.start(
             Start(
                 epoch=epoch,
@@ -361,6 +281,33 @@ class Engine:
         self._collect_digests()
         return self._log.take(request_id, emitted=emitted)
 
+    def traced(self, name: str) -> Run:
+        """What every rank did when, since the start. Needs `EngineOptions.trace_events`."""
+        assert self.steps is not None
+        views, ranks = self.control.statuses(), []
+        for part, view in zip(self.programs, views, strict=True):
+            events, lost = self.control.events(part.rank)
+            cost = wire_cost(part, self.steps)
+            ranks.append(
+                RankTrace(
+                    part.rank,
+                    part.stage,
+                    events,
+                    lost,
+                    (view.wire_bytes["hop"], view.wire_messages["hop"]),
+                    (cost.hop_bytes, cost.hop_messages),
+                )
+            )
+        return Run(
+            name,
+            tuple(ranks),
+            tuple(stop - start for start, stop in self.layout.layers),
+            self.options.schedule,
+            self.schedule.micro_batches,
+            tuple(map(str, self.options.links)),
+            tuple(link.delay_s for link in self.options.links),
+        )
+
     def end_session(self, session: int) -> None:
         """Free the slot and pages that the ended requests of a session left stored."""
         self.batch = end_session(self.batch, session)
@@ -376,17 +323,34 @@ class Engine:
             self._drop_cancelled()
             taken, self.batch = take_waiting(self.batch, self._queue, self.limits)
             self._queued_tokens -= sum(len(request.prompt) for _, request in taken)
-            if not self.batch.busy:
+            if (tick := self._next_tick()) is not None:
+                self._send(tick)
+                continue
+            if not self._in_flight:
+                assert not self.batch.busy, "submit refuses what the pages never hold"
                 return
-            tick, self.batch = next_tick(self.batch, self.limits)
-            assert tick.rows, "submit refuses what the pages never hold"
-            self._open_logs(tick)
             before = self.timings.prefill_tokens
-            result, codes = self._step(tick)
+            flight, result, codes = self._receive()
             if on_prefill is not None and self.timings.prefill_tokens > before:
-                unread = self.batch.unread + self._queued_tokens
-                on_prefill(self.timings.prefill_tokens - read, before - read + unread)
-            yield from self._finish(tick, result, codes)
+                under_way = sum(_prompt_rows(each) for each in self._in_flight)
+                unread = self.batch.unread + under_way + self._queued_tokens
+                done = self.timings.prefill_tokens - read
+                on_prefill(done, done + unread)
+            yield from self._finish(flight, result, codes)
+
+    def _next_tick(self) -> Tick | None:
+        """Rows for the schedule's next slot that has some; None if a result must come first."""
+        entries = self.schedule.entries
+        for _ in entries:
+            under_way = [each.slot for each in self._in_flight]
+            if not self.schedule.may_enter(self._slot, under_way):
+                return None
+            micro_batch = entries[self._slot % len(entries)]
+            tick, self.batch = next_tick(self.batch, self.limits, micro_batch=micro_batch)
+            self._slot += 1
+            if tick.rows:
+                return tick
+        return None
 
     def _open_logs(self, tick: Tick) -> None:
         if self._log is None:
@@ -400,47 +364,64 @@ class Engine:
             return
         gone = frozenset(s.slot for s in self.batch.running if s.request_id in self._cancelled)
         waiting = tuple(w for w in self.batch.waiting if w[0] not in self._cancelled)
-        self.batch = apply(replace(self.batch, waiting=waiting), Tick((), ()), {}, gone)
+        self.batch = apply(replace(self.batch, waiting=waiting), {}, gone)
         if self._queue and max(self._cancelled) >= self._queue[0][0]:  # ids grow along the queue
             kept = [each for each in self._queue if each[0] not in self._cancelled]
             self._queue = deque(kept)
             self._queued_tokens = sum(len(request.prompt) for _, request in kept)
         self._cancelled.clear()
 
-    def _step(self, tick: Tick) -> tuple[Result, list[int]]:
-        """Send a tick to the ranks and wait for the sampler; keeps the ledger and the clock.
+    def _send(self, tick: Tick) -> None:
+        """Give a tick to the ranks."""
+        self._open_logs(tick)
+        sequences = {s.slot: s for s in self.batch.running}
+        if not self._in_flight:
+            self._result_at = time.monotonic()
+        frame = self.control.send_frame(*self._frame(tick, sequences))
+        self._in_flight.append(_Flight(frame, self._slot - 1, tick, sequences))
+        self._collect_digests()
+        if self.steps is not None:
+            sampled = [sequences[row.slot].request for row in tick.rows if row.through_head]
+            whole = any(request.needs_logits for request in sampled)
+            self.steps.append(StepShape(len(tick.rows), len(sampled), whole))
+
+    def _receive(self) -> tuple[_Flight, Result, list[int]]:
+        """Wait for the sampler's next result; keeps the clock.
 
         Also the earliest fault code of each row on any rank, in a recorded run; else nothing.
         """
         codes: list[int] = []
-        start = time.monotonic()
-        frame = self._frame(tick)
-        sequence = self.control.send_frame(*frame)
-        self._collect_digests()
+        flight = self._in_flight[0]
         result = self.control.wait_result(
-            sequence, deadline_s=self.options.deadline_s, poll=self.group.poll
+            flight.frame, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
+        self._in_flight.popleft()
         if self._log is not None:
-            self._uncollected = (tick, result, self.batch.running)
+            self._collect_digests()
+            self._uncollected = (flight, result)
             if any(result.faults):
-                codes = self._log.faults(self.control.wait_digests(sequence, len(tick.rows)))
-        self._account(tick, time.monotonic() - start)
-        return result, codes
+                rows = len(flight.tick.rows)
+                codes = self._log.faults(self.control.wait_digests(flight.frame, rows))
+        now = time.monotonic()
+        self._account(flight, now - self._result_at)
+        self._result_at = now
+        return flight, result, codes
 
     def _collect_digests(self) -> None:
-        """Take the last step's digests into the log: while the next one runs, which leaves their
+        """Take the last result's digests into the log: while the next frames run, which leave their
         slot alone, or when somebody asks for them."""
         if self._log is not None and self._uncollected is not None:
-            tick, result, running = self._uncollected
-            parts = self.control.wait_digests(result.sequence, len(tick.rows))
-            self._log.add(_recorded_rows(tick, result, running), parts)
+            flight, result = self._uncollected
+            parts = self.control.wait_digests(result.sequence, len(flight.tick.rows))
+            self._log.add(_recorded_rows(flight, result), parts)
             self._uncollected = None
 
-    def _frame(self, tick: Tick) -> tuple[np.ndarray, np.ndarray | None, bytes]:
-        requests = {s.slot: s.request for s in self.batch.running}
+    def _frame(
+        self, tick: Tick, sequences: dict[int, Sequence]
+    ) -> tuple[np.ndarray, np.ndarray | None, bytes]:
         rows = self._rows[: len(tick.rows)]
         for index, row in enumerate(tick.rows):
-            request = requests[row.slot]
+            request = sequences[row.slot].request
             flags = 0
             if row.through_head:
                 flags |= ROW_SAMPLE
@@ -453,25 +434,18 @@ class Engine:
         note = msgspec.msgpack.encode(drawn) if drawn else b""
         return rows, pages, note
 
-    def _account(self, tick: Tick, seconds: float) -> None:
-        by_slot = {s.slot: s for s in self.batch.running}
-        if self.steps is not None:
-            sampled = [by_slot[row.slot].request for row in tick.rows if row.through_head]
-            whole = any(request.needs_logits for request in sampled)
-            self.steps.append(StepShape(len(tick.rows), len(sampled), whole))
-        prefill = sum(
-            1 for row in tick.rows if row.position < len(by_slot[row.slot].request.prompt)
-        )
-        decode = len(tick.rows) - prefill
-        self.timings.prefill_s += seconds * prefill / len(tick.rows)
-        self.timings.decode_s += seconds * decode / len(tick.rows)
+    def _account(self, flight: _Flight, seconds: float) -> None:
+        rows, prefill = len(flight.tick.rows), _prompt_rows(flight)
+        self.timings.prefill_s += seconds * prefill / rows
+        self.timings.decode_s += seconds * (rows - prefill) / rows
         self.timings.prefill_tokens += prefill
-        self.timings.decode_tokens += decode
+        self.timings.decode_tokens += rows - prefill
 
-    def _finish(self, tick: Tick, result: Result, codes: list[int]) -> list[Event]:
+    def _finish(self, flight: _Flight, result: Result, codes: list[int]) -> list[Event]:
         """Apply a result: append tokens, free what ended, and say what happened.
 
-        codes: fault codes of rows, if they are known from all ranks.
+        codes: fault codes of rows, if they are known from all ranks. Rows of a request that has
+        ended meanwhile are passed over.
         """
         by_slot = {s.slot: s for s in self.batch.running}
         tokens: dict[int, int] = {}
@@ -479,14 +453,15 @@ class Engine:
         faulted: list[Sequence] = []
         events: list[Event] = []
         logits_index = 0
-        for index, row in enumerate(tick.rows):
-            sequence = by_slot[row.slot]
+        for index, row in enumerate(flight.tick.rows):
             logits = None
             if row.logits:
                 assert result.logits is not None
                 logits = result.logits[logits_index]
                 logits_index += 1
-            if row.slot in finished:
+            sequence = by_slot.get(row.slot)
+            sent = flight.sequences[row.slot].request_id
+            if sequence is None or sequence.request_id != sent or row.slot in finished:
                 continue
             if result.faults[index]:
                 finished.add(row.slot)
@@ -505,7 +480,7 @@ class Engine:
                 events.append(Event(sequence.request_id, token, logits, finish))
             elif row.logits:
                 events.append(Event(sequence.request_id, None, logits, None))
-        self.batch = apply(self.batch, tick, tokens, frozenset(finished))
+        self.batch = apply(self.batch, tokens, frozenset(finished))
         for sequence in faulted:  # what it stored may be NaN
             if sequence.request.session is not None:
                 self.end_session(sequence.request.session)
@@ -517,7 +492,7 @@ class Engine:
         Several requests that fail in one step are all named by the earliest.
         """
         views = self.control.statuses()
-        return min([code, *(view.fault_code for view in views if view.fault_sequence == step)])
+        return min([code, *(view.faults[step] for view in views if step in view.faults)])
 
     def _faulted(self, sequence: Sequence, code: int) -> Event:
         name = FaultCode.name(code, self.config.num_layers)
@@ -529,11 +504,17 @@ class Engine:
         self.group.end()
 
 
-def _recorded_rows(tick: Tick, result: Result, running: tuple[Sequence, ...]) -> list[RecordedRow]:
-    """The rows of a tick as the log wants them; `running` before its result was applied."""
-    by_slot = {s.slot: s for s in running}
+def _prompt_rows(flight: _Flight) -> int:
+    """How many rows of a frame are of prompts."""
+    prompts = {slot: len(s.request.prompt) for slot, s in flight.sequences.items()}
+    return sum(row.position < prompts[row.slot] for row in flight.tick.rows)
+
+
+def _recorded_rows(flight: _Flight, result: Result) -> list[RecordedRow]:
+    """The rows of a frame as the log wants them."""
+    rows, by_slot = flight.tick.rows, flight.sequences
     failed: dict[int, int] = {}  # slot to its first position that failed
-    for row, fault in zip(tick.rows, result.faults, strict=True):
+    for row, fault in zip(rows, result.faults, strict=True):
         if fault:
             failed[row.slot] = min(row.position, failed.get(row.slot, row.position))
     return [
@@ -544,7 +525,7 @@ def _recorded_rows(tick: Tick, result: Result, running: tuple[Sequence, ...]) ->
             by_slot[row.slot].emitted if row.sample else None,
             is_kept=row.position < failed.get(row.slot, row.position + 1),
         )
-        for row in tick.rows
+        for row in rows
     ]
 
 

@@ -5,7 +5,8 @@ AnyshardError
 │   ├── CheckpointError       a file that is missing, cut short, or not what it claims to be
 │   ├── LayoutError           a split that the model or the machine cannot take
 │   ├── PromptTooLong         prompt + answer over the context length
-│   └── OptionError           a flag out of range
+│   ├── OptionError           a flag out of range
+│   └── TraceError            a file of events that is none
 ├── PlanRefused               exit code 3
 ├── DifferenceFound           exit code 4
 └── PeerLost                  exit code 5: a rank died or stopped and was not recovered
@@ -24,6 +25,7 @@ __all__ = [
     "PeerLost",
     "PlanRefused",
     "PromptTooLong",
+    "TraceError",
     "UserError",
 ]
 
@@ -50,6 +52,10 @@ class LayoutError(UserError):
 
 class OptionError(UserError):
     """A flag or sampling parameter out of its range."""
+
+
+class TraceError(UserError):
+    """A file of what ranks did when that cannot be read, or is none."""
 
 
 class PromptTooLong(UserError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from anyshard.comm.hops import HOP_HEADER_BYTES
 from anyshard.model import FLOAT_BYTES, OpKind, Program
 
 __all__ = [
@@ -80,7 +81,9 @@ def wire_cost(program: Program, steps: Iterable[StepShape]) -> WireCost:
                 totals[f"{kind}_messages"] += 1
             elif op.receivers:
                 kind = _KINDS.get(op.kind, "reduce")
-                totals[f"{kind}_bytes"] += op.wire_floats * step.rows * FLOAT_BYTES * op.receivers
+                sent = op.wire_floats * step.rows * FLOAT_BYTES
+                sent += HOP_HEADER_BYTES if op.kind == "send" else 0
+                totals[f"{kind}_bytes"] += sent * op.receivers
                 totals[f"{kind}_messages"] += op.receivers
     return WireCost(**totals)
 

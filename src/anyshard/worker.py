@@ -16,7 +16,7 @@ import numpy as np
 from anyshard.binder import Binder, FaultCode
 from anyshard.capture import Capture, Tap
 from anyshard.checkpoint.image import WeightImage
-from anyshard.comm.base import Comm, CommKind, ExchangeSpec, WireSizes
+from anyshard.comm.base import FLOAT_BYTES, Comm, CommKind, ExchangeSpec, WireSizes
 from anyshard.comm.control import Frame, RankControl
 from anyshard.config import ModelConfig, Profile
 from anyshard.kv import KvCache, local_pages, num_local_pages
@@ -32,6 +32,7 @@ from anyshard.ops.sampling import sample
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
 from anyshard.walk import walks
+from anyshard.watch import Watch
 
 __all__ = [
     "ROW_LOGITS",
@@ -56,6 +57,8 @@ HEAD = ("head", "digest_logits")  # ops over the rows that are sampled
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens.
 
+    frames: how many the front has sent and not yet read the result of, at most. trace: ranks write
+    down what they do when.
     capture: what every rank copies to be looked at, nothing as a rule (`capture.py`).
     """
 
@@ -69,6 +72,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     spin: bool
     rows_max: int
+    frames: int = 2
     sampled_max: int
     num_slots: int
     num_pages: int
@@ -76,6 +80,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     profile_sha256: str
     poison: bool = False
     record: bool = False
+    trace: bool = False
     capture: Capture | None = None
 
     @property
@@ -127,7 +132,8 @@ def wire_sizes(programs: Sequence[Program], plan: RankPlan) -> WireSizes:
                 root_only=True,
             ),
         ),
-        hop_floats=plan.rows_max * config.hidden,
+        hop_bytes=plan.rows_max * config.hidden * FLOAT_BYTES if layout.pp > 1 else 0,
+        hop_depth=plan.frames,
     )
 
 
@@ -290,7 +296,13 @@ class Worker:
             self.body, self.head = walks(self.body, operations), walks(self.head, operations)
         else:
             step = self.tap.around(self)
-        while (frame := self.control.next_frame()) is not None:
+        next_frame: Callable[[], Frame | None] = self.control.next_frame
+        if self.plan.trace:
+            watch = Watch(self.control, self.comm)
+            self.body = watch.over(self.body, [op.kind for op in self.program.ops])
+            self._sample = watch.drawing(self._sample)  # type: ignore[method-assign, assignment]
+            next_frame = watch.next_frame
+        while (frame := next_frame()) is not None:
             step(frame)
 
     def step(self, frame: Frame) -> None:
@@ -298,6 +310,7 @@ class Worker:
         test_steady.py."""
         rows = len(frame.rows)
         self._take(frame)
+        self.comm.tag.frame = frame.sequence
         status = self.control.status
         for run in self.body:
             run(rows)

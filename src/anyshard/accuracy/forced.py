@@ -21,7 +21,7 @@ import numpy as np
 from anyshard.accuracy.local import OpMeter
 from anyshard.binder import Binder, FaultCode, Workspace
 from anyshard.comm.control import PAGE, ROW
-from anyshard.engine import EngineOptions, plan_epoch
+from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import UserError
 from anyshard.launcher import Start, ThreadGroup
 from anyshard.layout import plan

@@ -27,7 +27,7 @@ from anyshard.bench.block_rank import COPIES, BlockBoard, BlockShape, block_conf
 from anyshard.bench.rows import Spread, spread
 from anyshard.comm.control import ROW, FrontControl
 from anyshard.config import Profile
-from anyshard.engine import EngineOptions, plan_epoch
+from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import AnyshardError
 from anyshard.launcher import RankGroup, Start
 from anyshard.layout import plan

@@ -27,6 +27,7 @@ from anyshard.cli.doctor import doctor
 from anyshard.cli.generate import generate
 from anyshard.cli.quantize import quantize
 from anyshard.cli.screen import abandon_stdout
+from anyshard.cli.trace import trace
 from anyshard.cli.variables import PREFIX, FlagVariables, check_variables
 from anyshard.cli.verify import verify
 from anyshard.errors import AnyshardError
@@ -39,7 +40,7 @@ app = App(
     version=__version__,
     suppress_keyboard_interrupt=False,
 )
-VERBS = (generate, chat, verify, bench, compare, doctor, quantize)
+VERBS = (generate, chat, verify, bench, trace, compare, doctor, quantize)
 VERDICTS = (["verify"], ["compare"])  # a script takes their 0 for an answer
 for verb in VERBS:
     app.command(verb)

@@ -22,6 +22,7 @@ from anyshard.cli.flags import BenchFlags, in_range, whole_numbers
 from anyshard.cli.machine import read_machine
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar
+from anyshard.cli.trace import TRACE_EVENTS, TraceFile
 from anyshard.errors import LayoutError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def bench(
     repetitions: Annotated[
         int, Parameter(name=["--repetitions", "-r"], show_env_var=False)
     ] = DEFAULT_REPETITIONS,
+    trace: str | None = None,
     output: FormatFlags = FormatFlags(),
 ) -> int:
     """Measure how fast a model reads prompts (pp) and generates (tg), as llama-bench does.
@@ -92,6 +94,8 @@ def bench(
         Tokens to generate after a prompt of one token, such as 64,128; 0 is none.
     repetitions
         Runs of each test, after one to warm up.
+    trace
+        Write what every rank did when to this file, such as run.json.gz, for anyshard trace.
     """
     from anyshard.bench.rows import SpeedTest
 
@@ -107,7 +111,7 @@ def bench(
     ]
     if not tests:
         raise OptionError("--prompt-tokens and --gen-tokens are both 0; give one of them a length")
-    return _Bench(model, split, tests, repetitions, output).run()
+    return _Bench(model, split, tests, repetitions, output, trace=trace).run()
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,11 @@ class _Bench:
         tests: Sequence[SpeedTest],
         repetitions: int,
         output: FormatFlags,
+        *,
+        trace: str | None,
     ) -> None:
         self.path, self.flags, self.tests = model, flags, tests
+        self.trace = None if trace is None else TraceFile(trace)
         self.repetitions, self.printer = repetitions, Printer(output)
         self.threads, self.splits = flags.thread_counts(), _splits(flags)
         self.notes: list[str] = []  # for the time when no bar is shown
@@ -161,6 +168,8 @@ class _Bench:
             if probe is not None:
                 stack.callback(probe.close)
             rows += self._rows(loading, cells, limit, probe)
+            if self.trace is not None:
+                self.trace.write()
         for note in self.notes:
             print(note, file=sys.stderr)
         name = "demo model, SmolLM2-135M-Instruct" if self.path is None else self.path
@@ -175,6 +184,9 @@ class _Bench:
             "rows": row_records(rows),
         }
         head = f"{name} · {profile.name} {profile.sha256()[:12]} · {rows[0].kernels}"
+        if self.flags.emulate_link is not None:
+            record["emulated_link"] = self.flags.emulate_link
+            head = f"EMULATED links ({self.flags.emulate_link}) · {head}"
         self.printer.tell(head, speed_table(rows), record, self._foot(probe, machine))
         return 0
 
@@ -228,10 +240,13 @@ class _Bench:
                         probe=probe,
                         on_step=step,
                     )
+                if self.trace is not None:
+                    self.trace.add(engine, f"bench {cell.name}")
                 engine.close()
 
     def _engine(self, loading: Loading, cell: _Cell, limit: int, epoch: int) -> Engine:
-        from anyshard.engine import Engine, EngineOptions
+        from anyshard.engine import Engine
+        from anyshard.epoch import EngineOptions
 
         opened = cell.opened
         flags = opened.flags
@@ -244,9 +259,13 @@ class _Bench:
                 kernels=flags.kernels,
                 comm=flags.comm,
                 threads=cell.threads,
-                chunk=min(flags.chunk, limit),
+                chunk=min(opened.chunk, limit),
+                schedule=flags.schedule,
+                micro_batches=flags.micro_batches,
                 max_num_seqs=1,
                 max_model_len=limit,
+                links=flags.links(opened.layout.pp),
+                trace_events=TRACE_EVENTS if self.trace is not None else 0,
                 deadline_s=flags.deadline,
             ),
             cores=len(os.sched_getaffinity(0)),

@@ -8,14 +8,17 @@ from __future__ import annotations
 import codecs
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from anyshard.comm.link import LinkSpec, parse_link, parse_links
 from anyshard.config import KvType
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
@@ -32,6 +35,7 @@ __all__ = [
 
 
 MAX_PROMPTS_BYTES = 1 << 26
+MOST_MICRO_BATCHES = 30  # frames in flight are at most 32 (comm/region.py)
 NUMBER = re.compile(r"[-+]?[0-9]{1,18}")  # int() takes digits of every script
 
 
@@ -65,8 +69,12 @@ class SplitFlags:
     "Keys and values of each rank: of its heads, or of its blocks of the sequence (less memory)."
     threads: int | None = None
     "Threads per rank; by default cores divided by ranks, at least 1."
-    chunk: int = 256
-    "Most rows of one prompt in a step."
+    chunk: int | None = None
+    "Most rows of one prompt in a step; 256, or 64 where stages take turns."
+    schedule: Literal["continuous", "fill-drain"] = "continuous"
+    "How micro-batches take turns in a pipeline: never drained, or a round at a time."
+    micro_batches: int | None = None
+    "Groups of sequences that take turns in a pipeline; by default as many as stages."
     comm: Literal["auto", "shm", "torch", "threads"] = "auto"
     "Ranks as processes over shared memory (auto, shm) or Gloo (torch), or as threads."
     kernels: Literal["auto", "vnni", "avx2", "scalar", "reference"] = "auto"
@@ -81,6 +89,8 @@ class SplitFlags:
     "Tokens that prompt and answer may hold together; by default what is asked for (chat: 4096)."
     max_num_seqs: int | None = None
     "Prompts in flight at once, 32 by default; doctor counts the KV of one unless it is given."
+    emulate_link: str | None = None
+    "Slow the hops between stages, such as 10ms,100mbit,jitter=1ms,stall=200ms@0.1%; or a file."
     deadline: float = 10.0
     "Seconds without a sign of life after which a rank counts as lost."
     cache: bool = True
@@ -91,10 +101,12 @@ class SplitFlags:
         in_range("pipeline-parallel-size", self.pipeline_parallel_size, 1, 1 << 16)
         in_range("threads", self.threads, 1, 256)
         in_range("chunk", self.chunk, 1, 1 << 16)
+        in_range("micro-batches", self.micro_batches, 1, MOST_MICRO_BATCHES)
         in_range("max-model-len", self.max_model_len, 2, 1 << 24)
         in_range("max-num-seqs", self.max_num_seqs, 1, 4096)
         in_range("deadline", self.deadline, 0.1, 86400.0)
         assert self.kv_memory_bytes is None or self.kv_memory_bytes > 0
+        self.links(None)
         for flag, asked, cut in (
             ("-tp", self.tensor_parallel_size, self.head_counts),
             ("-pp", self.pipeline_parallel_size, self.layer_counts),
@@ -119,6 +131,26 @@ class SplitFlags:
     def kv_memory_bytes(self) -> int | None:
         """--kv-memory as a number. Raises: OptionError."""
         return None if self.kv_memory is None else num_bytes("kv-memory", self.kv_memory)
+
+    def links(self, stages: int | None) -> tuple[LinkSpec, ...]:
+        """--emulate-link for so many stages, if they are known: none, or as many.
+
+        Raises: OptionError.
+        """
+        text, name = self.emulate_link, "--emulate-link"
+        if text is None:
+            return ()
+        if text[:1].isdigit() and not os.path.exists(text):
+            found = (parse_link(text, name=name),) * (stages or 1)
+        else:
+            found = _links_file(text, stages=stages)
+        slow = [link for link in found if link.longest_s >= self.deadline]
+        if slow:
+            raise OptionError(
+                f"{name} holds a message for up to {slow[0].longest_s:g} s, and after --deadline "
+                f"{self.deadline:g} s a rank counts as lost"
+            )
+        return found
 
     @property
     def head_counts(self) -> tuple[int, ...] | None:
@@ -290,6 +322,18 @@ def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise OptionError(f"{flag} is {text!r}; whole numbers such as 5,4 are needed") from None
+
+
+def _links_file(path: str, *, stages: int | None) -> tuple[LinkSpec, ...]:
+    name = f"--emulate-link {path[:60]}"
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise OptionError(
+            f"{name} cannot be read: {why}; a link is 10ms,100mbit, or a file with one a line"
+        ) from None
+    return parse_links(lines, stages=stages, name=name)
 
 
 def _prompts_file(path: str) -> Iterator[tuple[str, int | None]]:

@@ -19,12 +19,14 @@ from anyshard.cli.recording import Recorder
 from anyshard.cli.running import (
     Loading,
     context_limit,
+    emulated_text,
     open_model,
     rank_group,
     start_engine,
     wait_loaded,
 )
 from anyshard.cli.screen import Bar, abandon_stdout, tell
+from anyshard.cli.trace import TRACE_EVENTS, TraceFile
 from anyshard.errors import AnyshardError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def generate(
     sampling: SamplingFlags = SamplingFlags(),
     split: SplitFlags = SplitFlags(),
     record: str | None = None,
+    trace: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Continue one or several prompts, on any split of the model, with the same bits.
@@ -59,10 +62,13 @@ def generate(
     record
         Write digests of every op of the run to this file, for anyshard compare; of several prompts
         to RUN.1.anyd, RUN.2.anyd and so on for RUN.anyd.
+    trace
+        Write what every rank did when to this file, such as run.json.gz, for anyshard trace.
     json_output
         Print one JSON object, with tokens, digest, layout, timings and bytes per rank.
     """
-    return _Generate(model, prompts, sampling, split, record=record, as_json=json_output).run()
+    files = {"record": record, "trace": trace}
+    return _Generate(model, prompts, sampling, split, **files, as_json=json_output).run()
 
 
 @dataclass
@@ -86,6 +92,7 @@ class _Generate:
         split: SplitFlags,
         *,
         record: str | None,
+        trace: str | None,
         as_json: bool,
     ) -> None:
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
@@ -98,6 +105,7 @@ class _Generate:
         self.recorder = None if record is None else Recorder(record, len(self.texts))
         if self.recorder is not None and prompts.prompts is not None:
             self.recorder.spare_prompts(prompts.prompts)
+        self.trace = None if trace is None else TraceFile(trace)
         self.start_s = time.monotonic()
         self._unsaid: AnyshardError | BrokenPipeError | None = None
         self.ready_s = self.first_token_s = self.start_s
@@ -132,7 +140,8 @@ class _Generate:
             block = opened.profile.kv_block
             limit = min(limit, -(-needed // block) * block)
         loaded = wait_loaded(loading, limit=limit)
-        engine = start_engine(loading, limit=limit)
+        events = TRACE_EVENTS if self.trace is not None else 0
+        engine = start_engine(loading, limit=limit, trace_events=events)
         self.ready_s = time.monotonic()
         if self.flags.idle:
             print(
@@ -141,6 +150,9 @@ class _Generate:
             )
         outcomes = self._stream(engine, requests, tokenizer, loaded.weights_sha256)
         self._report(engine, outcomes)
+        if self.trace is not None:
+            self.trace.add(engine, f"generate {engine.layout.describe()}")
+            self.trace.write()
         engine.close()
         if self.recorder is not None:
             self.recorder.refuse_unwritten()
@@ -278,7 +290,7 @@ class _Generate:
             f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
             f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s\n"
             f"{engine.layout.describe()} · heads {heads} · layers {layers} · {layout['comm']} · "
-            f"room for {engine.kv_tokens} tokens · "
+            f"room for {engine.kv_tokens} tokens · {emulated_text(engine.options.links)}"
             f"{engine.profile.name} {engine.body} x{engine.threads}",
             file=sys.stderr,
         )
@@ -306,10 +318,11 @@ class _Generate:
         for request_id, path in self.recorder.written.items() if self.recorder else ():
             results[request_id]["record"] = str(path)
         head = results[0] if len(results) == 1 else {"results": results}
-        views = engine.control.statuses()
+        views, links = engine.control.statuses(), engine.options.links
         apart = [view.wire_bytes["logits"] for view in views]
         return head | {
             "layout": _layout_json(engine),
+            **({"emulated_links": list(map(str, links))} if links else {}),
             "profile": engine.profile.name,
             "profile_hash": engine.profile.sha256(),
             "timings": self._timings(engine),
@@ -363,6 +376,8 @@ def _layout_json(engine: Engine) -> dict[str, Any]:
         "vocab": sizes(layout.vocab),
         "layers": sizes(layout.layers),
         "kv_shard": layout.kv_shard,
+        "schedule": engine.options.schedule,
+        "micro_batches": engine.schedule.micro_batches,
         "comm": "solo" if layout.world == 1 else engine.comm,
         "kernels": engine.body,
         "threads": engine.threads,

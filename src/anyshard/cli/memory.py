@@ -89,22 +89,23 @@ def memory_need(
     num_seqs: int,
     chunk: int,
     kv_pages: int | None = None,
+    micro_batches: int | None = None,
     comm: Literal["auto"] | CommKind = "auto",
     record: bool = False,
     prompt_logits: int = 0,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    kv_pages: most of --kv-memory. comm: the wire, for what the ranks import. prompt_logits: prompt
-    tokens whose logits are asked for. record: at most `num_seqs` runs are held, each until it has
-    ended.
+    kv_pages: most of --kv-memory. micro_batches: those that take turns. comm: the wire, for what
+    the ranks import. prompt_logits: prompt tokens whose logits are asked for. record: at most
+    `num_seqs` runs are held, each until it has ended.
 
     KV counts in full, though its pages are touched only as tokens arrive: what has been admitted
     must not fail for memory later. Held by: test_admission.py (the sizes of a run).
     """
     from anyshard.checkpoint import image_directory
     from anyshard.comm.region import RegionLayout
-    from anyshard.engine import EngineOptions, plan_epoch
+    from anyshard.epoch import EngineOptions, plan_epoch
     from anyshard.fidelity.log import digest_bytes, laid_by_bytes
     from anyshard.worker import buffer_bytes
 
@@ -116,6 +117,7 @@ def memory_need(
         record=record,
         prompt_logits=prompt_logits,
         kv_pages=kv_pages,
+        micro_batches=micro_batches,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
     arithmetic = programs[0].profile.arithmetic

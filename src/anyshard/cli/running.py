@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from anyshard.host import read_memory, size_text
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.checkpoint.cache import ImageCache
+    from anyshard.comm.link import LinkSpec
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine, LoadReport
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
@@ -40,6 +41,7 @@ __all__ = [
     "Loading",
     "Opened",
     "context_limit",
+    "emulated_text",
     "image_cache",
     "layout_of",
     "open_model",
@@ -75,6 +77,13 @@ class Opened:
         return self.checkpoint.config
 
     @property
+    def chunk(self) -> int:
+        """Most rows of one prompt in a step: where stages take turns, few, to fill them."""
+        from anyshard.epoch import default_chunk
+
+        return self.flags.chunk or default_chunk(self.layout)
+
+    @property
     def kv_pages(self) -> int | None:
         """Most pages of KV that the ranks allocate, None without --kv-memory.
 
@@ -106,8 +115,9 @@ class Opened:
             self.programs,
             tokens=tokens,
             num_seqs=self.num_seqs,
-            chunk=self.flags.chunk,
+            chunk=self.chunk,
             kv_pages=self.kv_pages,
+            micro_batches=self.flags.micro_batches,
             comm=self.flags.comm,
             record=self.record,
         )
@@ -409,9 +419,11 @@ def wait_loaded(loading: Loading, *, limit: int) -> LoadReport:
     return report
 
 
-def start_engine(loading: Loading, *, limit: int) -> Engine:
+def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engine:
     """Start ranks for sequences of `limit` tokens, once the weights are loaded."""
-    from anyshard.engine import Engine, EngineOptions
+    from anyshard.engine import Engine
+    from anyshard.epoch import EngineOptions
+    from anyshard.schedule import continuous, idle_share
 
     opened = loading.opened.for_tokens(limit)
     flags, layout = opened.flags, opened.layout
@@ -433,12 +445,16 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
             kernels=flags.kernels,
             comm=flags.comm,
             threads=flags.threads,
-            chunk=min(flags.chunk, limit),
+            chunk=min(opened.chunk, limit),
+            schedule=flags.schedule,
+            micro_batches=flags.micro_batches,
             max_num_seqs=opened.num_seqs,
             max_model_len=limit,
+            links=flags.links(layout.pp),
             kv_pages=opened.kv_pages,
             deadline_s=flags.deadline,
             record=opened.record,
+            trace_events=trace_events,
         ),
         cores=len(os.sched_getaffinity(0)),
     )
@@ -448,7 +464,23 @@ def start_engine(loading: Loading, *, limit: int) -> Engine:
             "take turns; that may cost speed, not bits",
             file=sys.stderr,
         )
+    if opened.num_seqs < layout.pp:
+        idle = idle_share(continuous(layout.pp, opened.num_seqs))
+        print(
+            f"note: {opened.num_seqs} of {layout.pp} stages work at a time while tokens are drawn, "
+            f"since each waits for the one before: {float(idle):.0%} idle; {layout.pp} prompts at "
+            "once would fill them",
+            file=sys.stderr,
+        )
     return engine
+
+
+def emulated_text(links: Sequence[LinkSpec]) -> str:
+    """What has to stand beside every figure of a run over such links; "" without any."""
+    if not links:
+        return ""
+    each = list(dict.fromkeys(map(str, links)))
+    return f"EMULATED links ({each[0] if len(each) == 1 else '; '.join(map(str, links))}) · "
 
 
 def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:

@@ -16,10 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from anyshard.comm.hops import HopTag, HopTimes
+from anyshard.comm.link import EmulatedLink, LinkSpec
 from anyshard.errors import AnyshardError, PeerLost
 
 __all__ = [
-    "HOP_DEPTH",
+    "FLOAT_BYTES",
     "WIRE_KINDS",
     "Comm",
     "CommKind",
@@ -31,6 +33,7 @@ __all__ = [
     "WireKind",
     "WireSizes",
     "check_floats",
+    "incoming_link",
     "late_peer",
 ]
 
@@ -39,7 +42,6 @@ WireKind = Literal["reduce", "hop", "logits", "pairs", "queries", "states"]
 CommKind = Literal["solo", "threads", "shm", "torch"]
 WIRE_KINDS: tuple[WireKind, ...] = get_args(WireKind)
 
-HOP_DEPTH = 2  # messages a stage may be ahead of the next one
 FLOAT_BYTES = 4
 
 
@@ -71,13 +73,17 @@ class ExchangeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a Comm allocates, known before the first rank exists.
 
-    `hop_floats` is the largest message to the next stage, rows_max * hidden; 0 when pp == 1.
+    `hop_bytes` is the largest message to the next stage, rows_max * hidden * 4, without its header;
+    `hop_depth` how many a stage may be ahead of the next one. `links`: emulated ones, to each next
+    stage, then from the last one to the front; none, or one for each stage.
     """
 
     tp: int
     pp: int
     exchanges: tuple[ExchangeSpec, ...] = ()
-    hop_floats: int = 0
+    hop_bytes: int = 0
+    hop_depth: int = 2
+    links: tuple[LinkSpec, ...] = ()
 
     @property
     def world(self) -> int:
@@ -113,10 +119,10 @@ class Counters:
             num_bytes[index] = self._words[index]
             messages[index] = self._words[len(WIRE_KINDS) + index]
 
-    def add(self, kind: WireKind, *, num_floats: int, num_messages: int) -> None:
-        """Count `num_messages` messages of `num_floats` float32 each."""
+    def add(self, kind: WireKind, *, num_bytes: int, num_messages: int) -> None:
+        """Count `num_messages` messages of `num_bytes` each."""
         number = WIRE_KINDS.index(kind)
-        self._words[number] += num_floats * FLOAT_BYTES * num_messages
+        self._words[number] += num_bytes * num_messages
         self._words[len(WIRE_KINDS) + number] += num_messages
 
     @property
@@ -188,7 +194,11 @@ class Exchange(Protocol):
 
 
 class Comm(Protocol):
-    """One rank's wires. Kinds: Solo, Shm (processes or threads of one host), Torch."""
+    """One rank's wires. Kinds: Solo, Shm (processes or threads of one host), Torch.
+
+    `tag` names the frame that hops carry rows of; its owner counts frames up, before the first hop.
+    `times`: of the last hop.
+    """
 
     kind: CommKind
     rank: int
@@ -198,22 +208,33 @@ class Comm(Protocol):
     tp: int
     pp: int
     counters: Counters
+    tag: HopTag
+    times: HopTimes
 
     def exchange(self, name: str) -> Exchange:
         """The exchange of that name in WireSizes; always the same object."""
         ...
 
-    def send(self, values: FloatArray) -> None:
-        """To the next stage, same tp_rank; C-contiguous, at most `hop_floats` floats."""
+    def send(self, values: NDArray[Any]) -> None:
+        """To the next stage, same tp_rank; C-contiguous, at most `hop_bytes`. Counted with the
+        header (comm/hops.py)."""
         ...
 
-    def receive(self, into: FloatArray) -> None:
-        """From the previous stage; `into` must have the size that was sent."""
+    def receive(self, into: NDArray[Any]) -> None:
+        """From the previous stage; `into` must have the size that was sent.
+
+        Raises: AnyshardError with both values if what comes is of another frame, or damaged.
+        """
         ...
 
     def close(self) -> None:
         """Let go of buffers and sockets."""
         ...
+
+
+def incoming_link(sizes: WireSizes, number: int) -> EmulatedLink | None:
+    """The receiver's end of link `number`, if links are emulated."""
+    return EmulatedLink(sizes.links[number], seed=number % sizes.pp) if sizes.links else None
 
 
 def check_floats(num_floats: int, wire_floats: int, capacity_floats: int) -> None:
@@ -228,12 +249,3 @@ def check_floats(num_floats: int, wire_floats: int, capacity_floats: int) -> Non
 def late_peer(*, waiting: int, late: int, deadline_s: float, what: str) -> PeerLost:
     """The exception of a rank whose wait `late`, a global rank, holds up."""
     return PeerLost(f"rank {waiting} waited {deadline_s:g} s for rank {late} in {what}", rank=late)
-
-
-def flat_floats(values: FloatArray, limit: int) -> NDArray[Any]:
-    """A one-dimensional view of `values`. Raises: ValueError if not flat, f32 or too large."""
-    if values.dtype != np.float32 or not values.flags.c_contiguous:
-        raise ValueError(f"need C-contiguous float32, got {values.dtype}")
-    if values.size > limit:
-        raise ValueError(f"{values.size} floats do not fit a hop of {limit}")
-    return values.reshape(-1)

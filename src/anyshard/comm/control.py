@@ -8,6 +8,7 @@ one ends the epoch. Knows nothing of models: what a row's flags mean is the work
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.comm.base import WIRE_KINDS, Counters, EpochAborted, FloatArray, WireKind
+from anyshard.comm.base import (
+    WIRE_KINDS,
+    Counters,
+    EpochAborted,
+    FloatArray,
+    WireKind,
+    incoming_link,
+)
 from anyshard.comm.liveness import STARTUP_S, Liveness, Vigil
 from anyshard.comm.region import (
     CHANNEL_FRAME,
@@ -24,6 +32,7 @@ from anyshard.comm.region import (
     CHANNEL_RESULT,
     FAILURE_BYTES,
     FRAME_HEADER,
+    MOST_FRAMES,
     PAGE,
     RESULT_HEADER,
     ROW,
@@ -34,6 +43,7 @@ from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP
 from anyshard.errors import AnyshardError, PeerLost
 
 if TYPE_CHECKING:
+    from anyshard.comm.link import EmulatedLink
     from anyshard.comm.signals import Waiter
 
 __all__ = [
@@ -83,10 +93,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusView:
-    """A rank's status at one moment; `fault_code` is 0 without a fault.
-
-    `fault_code` belongs to frame `fault_sequence`, the last one that had a fault on this rank.
-    """
+    """A rank's status at one moment; `faults`: code by frame, of the last frames that had one."""
 
     rank: int
     operations: int
@@ -96,8 +103,7 @@ class StatusView:
     kv_bytes: int
     wire_bytes: dict[WireKind, int]
     wire_messages: dict[WireKind, int]
-    fault_sequence: int
-    fault_code: int
+    faults: dict[int, int]
 
 
 class RankStatus:
@@ -121,9 +127,10 @@ class RankStatus:
         self._record["kv_bytes"] = kv_bytes
 
     def fault(self, *, sequence: int, code: int) -> None:
-        """Frame `sequence` had a fault here, first of all at `code`; overwrites earlier frames'."""
-        self._record["fault_sequence"] = sequence
-        self._record["fault_code"] = code
+        """Frame `sequence` had a fault here, first of all at `code`."""
+        place = sequence % MOST_FRAMES
+        self._record["fault_code"][0, place] = code
+        self._record["fault_sequence"][0, place] = sequence
 
     def report(self, counters: Counters) -> None:
         """Copy the wire counters out; call once a step."""
@@ -256,6 +263,11 @@ class RankControl:
         self._results[sequence % self._sizes.frame_slots].write(sequence, tokens, faults, logits)
         self._signals.publish(CHANNEL_RESULT, sequence % WRAP, (self._region.front,))
 
+    def event_ring(self) -> tuple[memoryview, memoryview]:
+        """The count of this rank's events, and the words of the ring that they stand in."""
+        count, ring = self._region.event_ring(self._rank)
+        return count.data, ring.view(np.uint64).data
+
     def post_digests(self, sequence: int, digests: NDArray[np.uint64]) -> None:
         """Leave uint64[n, c], c <= digest_columns, for the front; before the next frame is asked
         for, which is what tells the front that they are there."""
@@ -289,12 +301,15 @@ class _ResultSlot:
         for index, row in enumerate(logits):
             self._logits[index] = row
         counts = len(tokens), len(logits)
-        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, *counts, 0)
+        sent_ns = time.monotonic_ns()
+        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, *counts, 0, sent_ns)
 
-    def read(self, sequence: int) -> Result:
-        found, num_rows, num_logits, _ = RESULT_HEADER.unpack_from(self._memory, self._at)
+    def read(self, sequence: int, link: EmulatedLink | None) -> Result:
+        found, num_rows, num_logits, _, sent_ns = RESULT_HEADER.unpack_from(self._memory, self._at)
         if found != sequence % WRAP:
             raise AnyshardError(f"result slot holds sequence {found}, want {sequence}")
+        if link is not None:  # ids only would go back
+            link.hold(sent_ns, RESULT_HEADER.size + 4 * num_rows)
         return Result(
             sequence,
             self._tokens[:num_rows].tolist(),
@@ -331,6 +346,7 @@ class FrontControl:
         self._liveness = Liveness(region)
         self._read = 0
         self._ready = False
+        self._link = incoming_link(region.sizes.wires, -1)
         self._result_slots = [_ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
         self._digests = [
             [region.digests(slot, rank) for rank in self._ranks]
@@ -418,7 +434,7 @@ class FrontControl:
         sampler = (self._region.sampler,)
         self._wait(self._results, sampler, sequence, "a result", deadline_s, poll)
         self._read = sequence
-        return self._result_slots[sequence % self._sizes.frame_slots].read(sequence)
+        return self._result_slots[sequence % self._sizes.frame_slots].read(sequence, self._link)
 
     def wait_digests(self, sequence: int, rows: int) -> list[NDArray[np.uint64]]:
         """What every rank has left for frame `sequence`: uint64[rows, digest_columns] by rank,
@@ -462,11 +478,13 @@ class FrontControl:
     def statuses(self, *, settled: bool = True) -> list[StatusView]:
         """Every rank's status, in rank order.
 
-        The sampler's result may come before another rank has ended its step: `settled` waits for
-        all of them if no result is outstanding. False: as it stands now. Raises: PeerLost.
+        The sampler's result may come before another rank has ended its step: `settled` waits until
+        all have ended the last one whose result was read. False: as it stands now.
+
+        Raises: PeerLost.
         """
-        if settled and self._read == self.sequence:
-            self._wait_askers(self.sequence + 1, "all ranks to finish a frame")
+        if settled:
+            self._wait_askers(self._read + 1, "all ranks to finish a frame")
         views = []
         for rank, record in enumerate(self._records):
             names = (
@@ -475,23 +493,31 @@ class FrontControl:
                 "dropped_frames",
                 "weight_bytes",
                 "kv_bytes",
-                "fault_sequence",
-                "fault_code",
             )
             counts = {name: int(record[name][0]) for name in names}
             kinds = zip(
                 WIRE_KINDS, record["wire_bytes"][0], record["wire_messages"][0], strict=True
             )
             wires = [(kind, int(sent), int(messages)) for kind, sent, messages in kinds]
+            faults = zip(record["fault_sequence"][0], record["fault_code"][0], strict=True)
             views.append(
                 StatusView(
                     rank=rank,
                     wire_bytes={kind: sent for kind, sent, _ in wires},
                     wire_messages={kind: messages for kind, _, messages in wires},
+                    faults={int(sequence): int(code) for sequence, code in faults if sequence},
                     **counts,
                 )
             )
         return views
+
+    def events(self, rank: int) -> tuple[NDArray[Any], int]:
+        """EVENT[n] that a rank has written, in order, and how many earlier ones are lost."""
+        count, ring = self._region.event_ring(rank)
+        written, size = int(count[0]), len(ring)
+        if written <= size:
+            return ring[:written].copy(), 0
+        return np.roll(ring, -(written % size)), written - size
 
     def send_stop(self) -> None:
         """Ask all ranks to leave: after the frames sent so far, `next_frame` returns None."""

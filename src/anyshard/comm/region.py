@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.comm.base import HOP_DEPTH, WIRE_KINDS, ExchangeSpec, FloatArray, WireSizes
+from anyshard.comm.base import WIRE_KINDS, ExchangeSpec, FloatArray, WireSizes
+from anyshard.comm.hops import ByteArray
 from anyshard.comm.signals import (
     LINE_BYTES,
     WRAP,
@@ -31,6 +32,7 @@ from anyshard.comm.signals import (
     SignalsBody,
 )
 from anyshard.ops import native_module
+from anyshard.trace import EVENT
 
 __all__ = [
     "CHANNEL_EXCHANGES",
@@ -39,6 +41,7 @@ __all__ = [
     "CHANNEL_HOP_ACK",
     "CHANNEL_READY",
     "CHANNEL_RESULT",
+    "MOST_FRAMES",
     "PAGE",
     "ROW",
     "STATUS",
@@ -61,6 +64,7 @@ ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generat
 PAGE = np.dtype([(name, "<i4") for name in ("slot", "block", "page")])
 
 FAILURE_BYTES = 512
+MOST_FRAMES = 32  #: most frame_slots: a rank keeps the faults of so many frames
 #: What a rank tells of itself; one writer, read by front, launcher and peers at any time.
 #: `waiting_for` is a rank + 1, 0 for none (comm/liveness.py).
 STATUS = np.dtype(
@@ -90,8 +94,8 @@ STATUS = np.dtype(
             "<u8",
             ("<u8", len(WIRE_KINDS)),
             ("<u8", len(WIRE_KINDS)),
-            "<u8",
-            "<i4",
+            ("<u8", MOST_FRAMES),
+            ("<i4", MOST_FRAMES),
             "<i4",
             "<i4",
             "<i4",
@@ -99,15 +103,15 @@ STATUS = np.dtype(
             "<i4",
             f"S{FAILURE_BYTES}",
         ],
-        "itemsize": 1024,
+        "itemsize": 1280,
     }
 )
 
 FRAME_HEADER = struct.Struct("<IIQIIII")  # magic, crc, epoch, sequence, rows, pages, note bytes
-RESULT_HEADER = struct.Struct("<IIII")  # sequence, rows, logit rows, 0
+RESULT_HEADER = struct.Struct("<IIIIQ")  # sequence, rows, logit rows, 0, when it was sent
 _HEADER_BYTES = 64
 _PAGE_BYTES = 4096
-_HEADER_FLOATS = 16  # before the values of a hop or of a send buffer: their number
+_HEADER_FLOATS = 16  # before the values of a send buffer: their number
 _STOPPING_WORD = 2  # in line 0: the front has asked the ranks to leave ...
 _LAST_FRAME_WORD = 3  # ... after the frame of this sequence number
 
@@ -117,7 +121,8 @@ class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     `rows_max` rows and `pages_max` page updates a frame; `note_bytes` of opaque bytes travel
     along; `logit_rows` rows of `vocab` floats a result; at most `frame_slots` frames in flight.
-    `digest_columns`: uint64 that each rank has to say about each row, 0 for none.
+    `digest_columns`: uint64 that each rank has to say about each row, 0 for none. `trace_events`:
+    the last events that are kept of each rank (trace.py), 0 for none.
     """
 
     rows_max: int
@@ -127,6 +132,7 @@ class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int = 0
     frame_slots: int = 2
     digest_columns: int = 0
+    trace_events: int = 0
 
 
 class EpochSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +181,8 @@ class RegionLayout:
     result_bytes: int
     digest_offset: int
     digest_bytes: int
+    trace_offset: int
+    trace_bytes: int
     exchange_offsets: tuple[int, ...]
     stage_offset: int
     stage_bytes: int
@@ -188,6 +196,8 @@ class RegionLayout:
         wires, control = sizes.wires, sizes.control
         if min(wires.tp, wires.pp, control.rows_max, control.frame_slots) < 1:
             raise ValueError("tp, pp, rows_max and frame_slots start at 1")
+        if control.frame_slots > MOST_FRAMES:
+            raise ValueError(f"{control.frame_slots} frames in flight, {MOST_FRAMES} are possible")
         num_members = wires.world + 1
         num_channels = CHANNEL_EXCHANGES + len(wires.exchanges)
         words_bytes = _up((1 + num_channels * num_members) * LINE_BYTES, _PAGE_BYTES)
@@ -208,7 +218,10 @@ class RegionLayout:
         digest_offset = _up(result_offset + control.frame_slots * result_bytes, _PAGE_BYTES)
         digest_bytes = _up(control.rows_max * control.digest_columns * 8, LINE_BYTES)
         all_digests = control.frame_slots * wires.world * digest_bytes
-        stage_offset = _up(digest_offset + all_digests, _PAGE_BYTES)
+        trace_offset = _up(digest_offset + all_digests, _PAGE_BYTES)
+        trace_bytes = _up(_HEADER_BYTES + control.trace_events * EVENT.itemsize, LINE_BYTES)
+        trace_bytes = trace_bytes if control.trace_events else 0
+        stage_offset = _up(trace_offset + wires.world * trace_bytes, _PAGE_BYTES)
         offset = 0
         exchange_offsets = []
         for spec in wires.exchanges:
@@ -216,7 +229,7 @@ class RegionLayout:
             offset += _num_buffers(spec) * wires.tp * _buffer_bytes(spec.capacity_floats)
         stage_bytes = _up(offset, _PAGE_BYTES)
         hop_offset = stage_offset + wires.pp * stage_bytes
-        hop_bytes = _buffer_bytes(wires.hop_floats)
+        hop_bytes = _up(_HEADER_BYTES + wires.hop_bytes, LINE_BYTES)
         return cls(
             num_members=num_members,
             words_bytes=words_bytes,
@@ -227,16 +240,19 @@ class RegionLayout:
             result_bytes=result_bytes,
             digest_offset=digest_offset,
             digest_bytes=digest_bytes,
+            trace_offset=trace_offset,
+            trace_bytes=trace_bytes,
             exchange_offsets=tuple(exchange_offsets),
             stage_offset=stage_offset,
             stage_bytes=stage_bytes,
             hop_offset=hop_offset,
             hop_bytes=hop_bytes,
-            total_bytes=hop_offset + (wires.pp - 1) * wires.tp * HOP_DEPTH * hop_bytes,
+            total_bytes=hop_offset + (wires.pp - 1) * wires.tp * wires.hop_depth * hop_bytes,
         )
 
 
 Buffer = tuple[memoryview, FloatArray]  # its size word, uint32[1], and its values
+Hop = tuple[memoryview, ByteArray]  # its header, and its values
 
 
 class EpochRegion:
@@ -346,6 +362,13 @@ class EpochRegion:
         flat = self.array(np.uint64, control.rows_max * control.digest_columns, at)
         return flat.reshape(control.rows_max, control.digest_columns)
 
+    def event_ring(self, rank: int) -> tuple[NDArray[np.uint64], NDArray[Any]]:
+        """uint64[1], how many events a rank has written, and EVENT[trace_events], the last of them,
+        number n in place n mod their number."""
+        at = self.layout.trace_offset + rank * self.layout.trace_bytes
+        count = self.sizes.control.trace_events
+        return self.array(np.uint64, 1, at), self.array(EVENT, count, at + _HEADER_BYTES)
+
     def exchange_buffers(self, stage: int, index: int) -> list[list[Buffer]]:
         """buffers[parity][tp_rank], with f32[capacity], of exchange `index` in `stage`."""
         capacity, tp = self.sizes.wires.exchanges[index].capacity_floats, self.sizes.wires.tp
@@ -379,12 +402,17 @@ class EpochRegion:
         size = memoryview(self.memory)[offset : offset + 4].cast("I")
         return size, self.array(np.float32, capacity, offset + _HEADER_FLOATS * 4)
 
-    def hop_ring(self, sender: int) -> list[Buffer]:
-        """HOP_DEPTH buffers of f32[hop_floats] that rank `sender` fills."""
-        base, stride = self.layout.hop_offset, self.layout.hop_bytes
+    def hop_ring(self, sender: int) -> list[Hop]:
+        """hop_depth buffers of hop_bytes that rank `sender` fills, each with its header."""
+        wires, stride = self.sizes.wires, self.layout.hop_bytes
+        base = self.layout.hop_offset + sender * wires.hop_depth * stride
+        memory = memoryview(self.memory)
         return [
-            self._buffer(base + (sender * HOP_DEPTH + index) * stride, self.sizes.wires.hop_floats)
-            for index in range(HOP_DEPTH)
+            (
+                memory[place : place + _HEADER_BYTES],
+                self.array(np.uint8, wires.hop_bytes, place + _HEADER_BYTES),
+            )
+            for place in range(base, base + wires.hop_depth * stride, stride)
         ]
 
     def close_descriptors(self) -> None:

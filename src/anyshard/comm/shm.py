@@ -2,24 +2,35 @@
 
 The same class serves forked ranks (kind "shm") and threads of one process (kind "threads").
 A rank that has published step n + 1 of an exchange has finished reading step n: two buffers a
-rank are enough, and nothing is copied. Hops are a ring of HOP_DEPTH messages with acks.
+rank are enough, and nothing is copied. Hops are a ring of messages with acks: a stage computes the
+next one while this one lies there.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from anyshard.comm.base import (
-    HOP_DEPTH,
+    FLOAT_BYTES,
     CommKind,
     Counters,
     EpochAborted,
     FloatArray,
     check_floats,
-    flat_floats,
+    incoming_link,
     late_peer,
+)
+from anyshard.comm.hops import (
+    HOP_HEADER_BYTES,
+    ByteArray,
+    HopTag,
+    HopTimes,
+    flat_bytes,
+    open_hop,
+    seal_hop,
 )
 from anyshard.comm.liveness import SLICE_S, Liveness, Vigil
 from anyshard.comm.region import (
@@ -130,9 +141,13 @@ class _ShmExchange:
         if self._sends:
             comm.counters.add(
                 self._spec.kind,
-                num_floats=num_floats if self._spec.root_only else wire_floats,
+                num_bytes=(num_floats if self._spec.root_only else wire_floats) * FLOAT_BYTES,
                 num_messages=self._sends,
             )
+
+
+def _wire_bytes(flat: ByteArray) -> int:
+    return HOP_HEADER_BYTES + flat.size
 
 
 class Shm:
@@ -156,6 +171,7 @@ class Shm:
         self.tp = wires.tp
         self.pp = wires.pp
         self.counters = Counters()
+        self.tag, self.times = HopTag(region.epoch), HopTimes()
         self._exchanges = {
             spec.name: _ShmExchange(self, index) for index, spec in enumerate(wires.exchanges)
         }
@@ -173,6 +189,7 @@ class Shm:
             )
         if self.stage > 0:
             self._in_ring = self.region.hop_ring(self._previous)
+            self._link = incoming_link(self.region.sizes.wires, self.stage - 1)
             self._hops = self.signals.waiter(
                 CHANNEL_HOP, receivers=(), senders=[self._previous], spin_us=spin_us
             )
@@ -182,51 +199,60 @@ class Shm:
         self.region.sizes.wires.exchange_index(name)
         return self._exchanges[name]
 
-    def send(self, values: FloatArray) -> None:
-        """Copy `values` into the ring; waits while the next stage is HOP_DEPTH behind.
+    def send(self, values: NDArray[Any]) -> None:
+        """Copy `values` into the ring; waits while the next stage is as far behind as that holds.
 
         Raises: PeerLost if a later stage is lost (comm/liveness.py), EpochAborted.
         """
         if self.stage + 1 >= self.pp:
             raise ValueError(f"stage {self.stage} of {self.pp} has no next stage")
-        flat = flat_floats(values, self.region.sizes.wires.hop_floats)
-        number = self._sent + 1
-        if number > HOP_DEPTH:
-            acked = (number - HOP_DEPTH) % WRAP
+        flat = flat_bytes(values, self.region.sizes.wires.hop_bytes)
+        number, depth = self._sent + 1, len(self._out_ring)
+        if number > depth:
+            acked = (number - depth) % WRAP
             status = self._acks.wait(acked, self.slice_us)
             if status != REACHED:
                 what = "a hop to the next stage"
                 self.outwait(self._acks, acked, status, (self._next,), what)
-        size, ring = self._out_ring[number % HOP_DEPTH]
+        self.times.ready_ns, self.times.num_bytes = time.monotonic_ns(), _wire_bytes(flat)
+        header, ring = self._out_ring[number % depth]
         ring[: flat.size] = flat
-        size[0] = flat.size
+        seal_hop(header, ring[: flat.size], self.tag)
         self._sent = number
         self.signals.publish(CHANNEL_HOP, number % WRAP, (self._next,))
-        self.counters.add("hop", num_floats=flat.size, num_messages=1)
+        self.counters.add("hop", num_bytes=_wire_bytes(flat), num_messages=1)
 
-    def receive(self, into: FloatArray) -> None:
-        """Copy the previous stage's next message into `into`.
+    def receive(self, into: NDArray[Any]) -> None:
+        """Copy the previous stage's next message into `into`; see comm.base.Comm.
 
-        Raises: PeerLost if an earlier stage is lost (comm/liveness.py), EpochAborted;
-        AnyshardError when the sizes differ, with both.
+        Raises: PeerLost if an earlier stage is lost (comm/liveness.py), EpochAborted.
         """
         if self.stage == 0:
             raise ValueError("stage 0 has no previous stage")
-        flat = flat_floats(into, self.region.sizes.wires.hop_floats)
+        flat = flat_bytes(into, self.region.sizes.wires.hop_bytes)
+        while not self._receive_one(flat):
+            pass
+
+    def _receive_one(self, flat: ByteArray) -> bool:
+        """The next message into `flat`; False if it was of no use."""
         number = self._received + 1
         status = self._hops.wait(number % WRAP, self.slice_us)
         if status != REACHED:
             what = "a hop from the previous stage"
             self.outwait(self._hops, number % WRAP, status, (self._previous,), what)
-        size, ring = self._in_ring[number % HOP_DEPTH]
-        if size[0] != flat.size:
-            raise AnyshardError(
-                f"rank {self.rank} expects a hop of {flat.size} floats, rank {self._previous}"
-                f" sent {size[0]}"
-            )
-        flat[:] = ring[: flat.size]
+        header, ring = self._in_ring[number % len(self._in_ring)]
+        sent_ns = open_hop(
+            header, ring, self.tag, num_bytes=flat.size, here=self.rank, sender=self._previous
+        )
+        if sent_ns is not None:
+            if self._link is not None:
+                self._link.hold(sent_ns, _wire_bytes(flat))
+            self.times.sent_ns, self.times.ready_ns = sent_ns, time.monotonic_ns()
+            self.times.num_bytes = _wire_bytes(flat)
+            flat[:] = ring[: flat.size]
         self._received = number
         self.signals.publish(CHANNEL_HOP_ACK, number % WRAP, (self._previous,))
+        return sent_ns is not None
 
     def outwait(
         self, waiter: Waiter, value: int, status: int, senders: Sequence[int], what: str

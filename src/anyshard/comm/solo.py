@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.comm.base import CommKind, Counters, FloatArray, WireSizes, check_floats
+from anyshard.comm.hops import HopTag, HopTimes
 from anyshard.comm.signals import LINE_WORDS
 from anyshard.ops import native_module
 
@@ -77,6 +78,7 @@ class Solo:
         self.rank = self.stage = self.tp_rank = 0
         self.world = self.tp = self.pp = 1
         self.counters = Counters()
+        self.tag, self.times = HopTag(0), HopTimes()  # nothing ever hops
         self._sizes = sizes
         self._exchanges = {spec.name: _OwnBuffer(spec.capacity_floats) for spec in sizes.exchanges}
 

@@ -13,6 +13,7 @@ every rank names the next one of the group, so that following them leads to who 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,17 +21,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 from anyshard.comm.base import (
-    HOP_DEPTH,
+    FLOAT_BYTES,
     CommKind,
     Counters,
     ExchangeSpec,
     FloatArray,
+    WireSizes,
     check_floats,
-    flat_floats,
+    incoming_link,
 )
+from anyshard.comm.hops import HOP_HEADER_BYTES, HopTag, HopTimes, flat_bytes, open_hop, seal_hop
 from anyshard.comm.liveness import Liveness
 from anyshard.comm.region import EpochRegion
 from anyshard.errors import PeerLost
@@ -85,14 +89,16 @@ class _TorchExchange:
             with comm.waiting(comm.next_in_group, self._what):
                 inputs = [self._tensors[mine][:wire_floats]]
                 comm.group.allgather([outputs], inputs).wait(_GLOO_TIMEOUT)
-            comm.counters.add(self._spec.kind, num_floats=wire_floats, num_messages=comm.tp - 1)
+            comm.counters.add(
+                self._spec.kind, num_bytes=wire_floats * FLOAT_BYTES, num_messages=comm.tp - 1
+            )
         elif comm.tp_rank == 0:
             self._receive_all(wire_floats)
         else:
             mine_tensor = self._tensors[comm.tp_rank][:num_floats]
             with comm.waiting(comm.first_in_group, self._what):
                 comm.group.send([mine_tensor], 0, self._tag).wait(_GLOO_TIMEOUT)
-            comm.counters.add(self._spec.kind, num_floats=num_floats, num_messages=1)
+            comm.counters.add(self._spec.kind, num_bytes=num_floats * FLOAT_BYTES, num_messages=1)
 
     def native(self, row_floats: int, row_wire: int) -> None:
         """See Exchange; Gloo's calls are Python's."""
@@ -124,7 +130,9 @@ class _TorchExchange:
             if peer != comm.tp_rank:
                 start = peer * wire_floats
                 self._tensors[peer][part] = received[start : start + wire_floats]
-        comm.counters.add(self._spec.kind, num_floats=wire_floats, num_messages=comm.tp - 1)
+        comm.counters.add(
+            self._spec.kind, num_bytes=wire_floats * FLOAT_BYTES, num_messages=comm.tp - 1
+        )
 
     @property
     def _what(self) -> str:
@@ -158,7 +166,7 @@ class Torch:
         store.set_timeout(_GLOO_TIMEOUT)
         with self.waiting(self.next_in_group, "the rendezvous"):
             self.group = self._gloo(store, f"stage{self.stage}", self.tp_rank, self.tp)
-        self._hops = None
+        self._hops: Any = None
         if self.pp > 1:
             with self.waiting((rank + 1) % self.world, "the rendezvous of all stages"):
                 self._hops = self._gloo(store, "hops", rank, self.world)
@@ -166,9 +174,12 @@ class Torch:
             spec.name: _TorchExchange(self, index, spec)
             for index, spec in enumerate(sizes.exchanges)
         }
-        self._ring = [torch.zeros(sizes.hop_floats) for _ in range(HOP_DEPTH)]
-        self._under_way: list[Any] = [None] * HOP_DEPTH
-        self._sent = 0
+        self.tag, self.times = HopTag(region.epoch), HopTimes()
+        self._out = _Ring(sizes) if self.stage + 1 < self.pp else None
+        self._in = _Ring(sizes) if self.stage else None
+        self._link = incoming_link(sizes, self.stage - 1) if self.stage else None
+        for slot in range(sizes.hop_depth if self._in else 0):
+            self._post_receive(slot)
 
     def _gloo(self, store: Any, name: str, rank: int, size: int) -> Any:
         options = _distributed.ProcessGroupGloo._Options()
@@ -197,30 +208,76 @@ class Torch:
         self._sizes.exchange_index(name)
         return self._exchanges[name]
 
-    def send(self, values: FloatArray) -> None:
-        """Copy and send; waits while HOP_DEPTH messages are under way. Raises: PeerLost."""
-        if self._hops is None or self.stage + 1 >= self.pp:
+    def send(self, values: NDArray[Any]) -> None:
+        """Copy and send; waits while as many as the ring holds are under way. Raises: PeerLost."""
+        if self._out is None:
             raise ValueError(f"stage {self.stage} of {self.pp} has no next stage")
-        flat = flat_floats(values, self._sizes.hop_floats)
-        slot = self._sent % HOP_DEPTH
-        self._sent += 1
+        flat = flat_bytes(values, self._sizes.hop_bytes)
+        ring, slot = self._out, self._out.turn()
         with self.waiting(self.rank + self.tp, "a hop to the next stage"):
-            if self._under_way[slot] is not None:
-                self._under_way[slot].wait(_GLOO_TIMEOUT)
-            message = self._ring[slot][: flat.size]
-            message.numpy()[:] = flat
-            self._under_way[slot] = self._hops.send([message], self.rank + self.tp, _HOP_TAG)
-        self.counters.add("hop", num_floats=flat.size, num_messages=1)
+            if ring.works[slot] is not None:
+                ring.works[slot].wait(_GLOO_TIMEOUT)
+            self.times.ready_ns = time.monotonic_ns()
+            self.times.num_bytes = HOP_HEADER_BYTES + flat.size
+            ring.values[slot][: flat.size] = flat
+            seal_hop(ring.headers[slot], ring.values[slot][: flat.size], self.tag)
+            message = ring.tensors[slot][: HOP_HEADER_BYTES + flat.size]
+            ring.works[slot] = self._hops.send([message], self.rank + self.tp, _HOP_TAG)
+        self.counters.add("hop", num_bytes=HOP_HEADER_BYTES + flat.size, num_messages=1)
 
-    def receive(self, into: FloatArray) -> None:
-        """The next message of the previous stage. Raises: PeerLost; ValueError on stage 0."""
-        if self._hops is None or self.stage == 0:
+    def receive(self, into: NDArray[Any]) -> None:
+        """The next message of the previous stage; see comm.base.Comm. All receives that the ring
+        holds are under way already. Raises: PeerLost; ValueError on stage 0."""
+        if self._in is None:
             raise ValueError("stage 0 has no previous stage")
-        tensor = torch.from_numpy(flat_floats(into, self._sizes.hop_floats))
-        with self.waiting(self.rank - self.tp, "a hop from the previous stage"):
-            self._hops.recv([tensor], self.rank - self.tp, _HOP_TAG).wait(_GLOO_TIMEOUT)
+        flat, ring, sender = flat_bytes(into, self._sizes.hop_bytes), self._in, self.rank - self.tp
+        sent_ns: int | None = None
+        while sent_ns is None:
+            slot = ring.turn()
+            with self.waiting(sender, "a hop from the previous stage"):
+                ring.works[slot].wait(_GLOO_TIMEOUT)
+            values = ring.values[slot]
+            sent_ns = open_hop(
+                ring.headers[slot],
+                values,
+                self.tag,
+                num_bytes=flat.size,
+                here=self.rank,
+                sender=sender,
+            )
+            if sent_ns is not None:
+                if self._link is not None:
+                    self._link.hold(sent_ns, HOP_HEADER_BYTES + flat.size)
+                self.times.sent_ns, self.times.ready_ns = sent_ns, time.monotonic_ns()
+                self.times.num_bytes = HOP_HEADER_BYTES + flat.size
+                flat[:] = values[: flat.size]
+            self._post_receive(slot)
+
+    def _post_receive(self, slot: int) -> None:
+        """A shorter message than is posted fills its front part."""
+        assert self._in is not None
+        work = self._hops.recv([self._in.tensors[slot]], self.rank - self.tp, _HOP_TAG)
+        self._in.works[slot] = work
 
     def close(self) -> None:
         """Forget the groups; a rank that leaves by exit code need not call it."""
-        self._under_way = [None] * HOP_DEPTH
+        self._out = self._in = None
         self.group = self._hops = None
+
+
+class _Ring:
+    """Messages of hops with their headers, and what Gloo does with each."""
+
+    def __init__(self, sizes: WireSizes) -> None:
+        shape = (sizes.hop_depth, HOP_HEADER_BYTES + sizes.hop_bytes)
+        self.tensors = torch.zeros(shape, dtype=torch.uint8)
+        rows = self.tensors.numpy()
+        self.headers = [row[:HOP_HEADER_BYTES].data for row in rows]
+        self.values = [row[HOP_HEADER_BYTES:] for row in rows]
+        self.works: list[Any] = [None] * sizes.hop_depth
+        self._next = 0
+
+    def turn(self) -> int:
+        """The next slot."""
+        slot, self._next = self._next, (self._next + 1) % len(self.works)
+        return slot

@@ -22,13 +22,16 @@ from numpy.typing import NDArray
 
 from anyshard.capture import Capture
 from anyshard.comm.control import StatusView
+from anyshard.comm.link import LinkSpec
 from anyshard.config import ModelConfig, Profile
-from anyshard.engine import Engine, EngineOptions, Event
+from anyshard.engine import Engine, Event
+from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup
 from anyshard.layout import KvShard, Layout, plan
 from anyshard.ledger import StepShape, WireCost, wire_cost
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
+from anyshard.schedule import ScheduleKind
 from anyshard.verify.driver import Driver
 from anyshard.verify.naive import Order
 from anyshard.verify.prompt import hashed_tokens
@@ -86,7 +89,8 @@ class Cell:
     `check.RequestShape` puts all of its request here, or less where the cell is_short.
     prompt_logits: how many prompt positions before the last are compared, besides the tokens
     emitted. comm "auto": the wire of the rank group that runs it. is_short: it runs at most that
-    much of any request, which its name says, for its digest is another.
+    much of any request, which its name says, for its digest is another. schedule, micro_batches,
+    links: as in `epoch.EngineOptions`.
     """
 
     axis: Axis
@@ -108,6 +112,9 @@ class Cell:
     num_tokens: int = NUM_TOKENS
     prompt_logits: int = 0
     is_short: bool = False
+    schedule: ScheduleKind = "continuous"
+    micro_batches: int | None = None
+    links: tuple[LinkSpec, ...] = ()
 
     @property
     def name(self) -> str:
@@ -123,6 +130,9 @@ class Cell:
             parts.append(self.kernels)
         if self.comm != "auto":
             parts.append(self.comm)
+        if self.micro_batches is not None:
+            parts.append(f"{self.schedule} {self.micro_batches}")
+        parts += ["links"] if self.links else []
         parts += ["shuffled"] if self.shuffled else []
         parts += ["poisoned"] if self.poison else []
         parts += ["pages"] if self.shuffled or self.poison else []
@@ -300,6 +310,9 @@ def _options(
         max_num_seqs=num_seqs,
         max_model_len=length,
         deadline_s=deadline_s,
+        schedule=cell.schedule,
+        micro_batches=cell.micro_batches,
+        links=cell.links,
         page_order=shuffled_pages(pages) if cell.shuffled else None,
         poison=cell.poison,
     )

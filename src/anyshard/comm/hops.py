@@ -1,0 +1,104 @@
+"""What stands before every message to the next stage, and what is checked of it on arrival.
+
+A stage names the frame that it sends rows of, and the next one compares that with the frame that
+it runs, the epoch, the size and a checksum, before it uses a value. Anything else ends the epoch
+with both numbers; only what a rank of an earlier epoch has left under way is dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.errors import AnyshardError
+
+__all__ = [
+    "HOP_HEADER_BYTES",
+    "ByteArray",
+    "HopTag",
+    "HopTimes",
+    "flat_bytes",
+    "open_hop",
+    "seal_hop",
+]
+
+ByteArray = NDArray[np.uint8]
+HOP_MAGIC: Final = 0x31504F48  # "HOP1"
+_HEADER: Final = struct.Struct("<IIQQQQ")  # magic, checksum, epoch, frame, bytes, when it was sent
+HOP_HEADER_BYTES: Final = _HEADER.size
+
+
+@dataclass
+class HopTag:
+    """Which rows a hop carries: those of a frame of an epoch. The worker counts frames up."""
+
+    epoch: int
+    frame: int = 0
+
+    def __str__(self) -> str:
+        return f"frame {self.frame} of epoch {self.epoch}"
+
+
+@dataclass
+class HopTimes:
+    """Of a rank's last hop, in ns of time.monotonic_ns: when it was sent, if it was received; when
+    the waiting was over, and it was copied; its bytes, with the header."""
+
+    sent_ns: int = 0
+    ready_ns: int = 0
+    num_bytes: int = 0
+
+
+def seal_hop(header: memoryview, payload: ByteArray, tag: HopTag) -> None:
+    """Write the header, HOP_HEADER_BYTES, of a message that stands in its buffer."""
+    checksum, sent_ns = _checksum(payload, tag.epoch, tag.frame), time.monotonic_ns()
+    _HEADER.pack_into(header, 0, HOP_MAGIC, checksum, tag.epoch, tag.frame, payload.size, sent_ns)
+
+
+def open_hop(
+    header: memoryview, payload: ByteArray, tag: HopTag, *, num_bytes: int, here: int, sender: int
+) -> int | None:
+    """Check a message against what rank `here` runs; `payload` is all that its buffer holds.
+
+    When it was sent, of the sender's time.monotonic_ns; None if it is of an earlier epoch, and to
+    be dropped. Raises: AnyshardError with both values.
+    """
+    magic, checksum, epoch, frame, size, sent_ns = _HEADER.unpack_from(header, 0)
+    if magic == HOP_MAGIC and epoch < tag.epoch:
+        return None
+    if magic != HOP_MAGIC:
+        raise AnyshardError(
+            f"rank {here} has a damaged hop from rank {sender}: it begins with {magic:#010x}, not"
+            f" {HOP_MAGIC:#010x}"
+        )
+    if (epoch, frame, size) != (tag.epoch, tag.frame, num_bytes):
+        raise AnyshardError(
+            f"rank {here} expects {num_bytes} bytes of {tag}, rank {sender} sent {size} bytes of"
+            f" {HopTag(epoch, frame)}"
+        )
+    have = _checksum(payload[:num_bytes], epoch, frame)
+    if have != checksum:
+        raise AnyshardError(
+            f"rank {here} has a damaged hop from rank {sender}, {tag}: its checksum is"
+            f" {have:#010x}, its header says {checksum:#010x}"
+        )
+    return int(sent_ns)
+
+
+def _checksum(payload: ByteArray, epoch: int, frame: int) -> int:
+    return zlib.crc32(payload.data, (epoch * 0x9E3779B1 + frame) & 0xFFFFFFFF)
+
+
+def flat_bytes(values: NDArray[np.generic], limit: int) -> ByteArray:
+    """A view of `values` as bytes. Raises: ValueError if not contiguous, or larger than `limit`."""
+    if not values.flags.c_contiguous:
+        raise ValueError("a hop needs C-contiguous values")
+    if values.nbytes > limit:
+        raise ValueError(f"{values.nbytes} bytes do not fit a hop of {limit}")
+    return values.reshape(-1).view(np.uint8)

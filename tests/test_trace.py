@@ -1,0 +1,268 @@
+"""Traces: what a rank did adds up to all of its time, and the file gives back what went into it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grid import the_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyshard.bench.timeline import page, predicted, run_record, run_text
+from anyshard.cli import main
+from anyshard.comm.link import LinkSpec
+from anyshard.engine import Engine
+from anyshard.epoch import EngineOptions
+from anyshard.errors import TraceError
+from anyshard.layout import plan
+from anyshard.request import Request
+from anyshard.trace import (
+    EVENT,
+    KINDS,
+    RankTrace,
+    Run,
+    balanced,
+    bubble,
+    pace,
+    read_trace,
+    shares,
+    span_ns,
+    trace_bytes,
+)
+from anyshard.verify.driver import open_group
+
+Span = tuple[str, int, int, int]  # kind, start and stop in us, frame
+
+
+def rank_of(rank: int, stage: int, *spans: Span, **more: Any) -> RankTrace:
+    events = [
+        (start * 1000, stop * 1000, KINDS.index(kind), frame, 3, 7)  # type: ignore[arg-type]
+        for kind, start, stop, frame in spans
+    ]
+    return RankTrace(rank, stage, np.array(events, EVENT), **more)
+
+
+def small() -> Run:
+    """Two stages, two frames; the second stage takes twice as long."""
+    first = rank_of(
+        0, 0, ("idle", 0, 100, 1), ("compute", 100, 200, 1), ("send", 200, 210, 1),
+        ("compute", 210, 310, 2), ("downstream", 310, 390, 2), ("send", 390, 400, 2), sent=(80, 2),
+        ledger=(80, 2),
+    )  # fmt: skip
+    second = rank_of(
+        1, 1, ("upstream", 100, 205, 1), ("wire", 205, 240, 1), ("receive", 240, 250, 1),
+        ("compute", 250, 400, 1), ("head", 400, 450, 1), ("receive", 450, 460, 2),
+        ("compute", 460, 610, 2), ("head", 610, 660, 2), lost=4,
+    )  # fmt: skip
+    return Run("small <b>", (first, second), (12, 18), "continuous", 2, ("10 ms",), (0.01,))
+
+
+def test_shares_are_of_the_same_time_and_sum_to_one() -> None:
+    run = small()
+    assert span_ns(run) == (100_000, 660_000)
+    first, second = shares(run)
+    for share in (first, second):
+        parts = (share.busy, share.upstream, share.downstream, share.wire, share.idle)
+        assert sum(parts) == pytest.approx(1, abs=1e-12) and min(parts) >= 0
+    assert first.busy == pytest.approx(220 / 560) and first.downstream == pytest.approx(80 / 560)
+    assert first.idle == pytest.approx(260 / 560), "what no event covers, and none before the start"
+    assert second.upstream == pytest.approx(105 / 560) and second.wire == pytest.approx(35 / 560)
+    assert bubble(run) == pytest.approx((2 * 560 - 220 - 420 - 35) / 1120)
+
+
+def test_the_stage_that_takes_longest_sets_the_pace_and_a_better_cut_is_named() -> None:
+    found = pace(small())
+    assert found is not None and found.stage == 1
+    assert found.stage_s == pytest.approx(200e-6) and found.frame_s == pytest.approx(300e-6)
+    # 500 us in 30 layers, 100 in the head: 16.67 a layer, the head is 6 of them
+    assert found.layers == (18, 12) and found.gain == pytest.approx(400 / 300)
+    assert pace(replace(small(), layers=(18, 12)), cuts=(18,)) is not None
+    assert pace(Run("one", (small().ranks[0],), (30,))) is None
+
+
+def by_trial(layers: int, stages: int, head: float, cuts: list[int] | None) -> float:
+    """The slowest stage of the best cut, all cuts tried."""
+    best = float("inf")
+
+    def go(start: int, left: int, slowest: float) -> None:
+        nonlocal best
+        if left == 1:
+            best = min(best, max(slowest, layers - start + head))
+            return
+        for stop in range(start + 1, layers):
+            if cuts is None or stop in cuts:
+                go(stop, left - 1, max(slowest, stop - start))
+
+    go(0, stages, 0.0)
+    return best
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.floats(0, 9),
+    st.one_of(st.none(), st.sets(st.integers(1, 8))),
+)
+def test_a_balanced_cut_is_the_best_there_is(
+    layers: int, stages: int, head: float, cuts: set[int] | None
+) -> None:
+    allowed = None if cuts is None else sorted(cut for cut in cuts if cut < layers)
+    room = layers - 1 if allowed is None else len(allowed)
+    if room < stages - 1:
+        with pytest.raises(ValueError, match="places to cut"):
+            balanced(layers, stages, head=head, cuts=allowed)
+        return
+    found = balanced(layers, stages, head=head, cuts=allowed)
+    assert sum(found) == layers and len(found) == stages and min(found) > 0
+    slowest = max(*found[:-1], found[-1] + head) if stages > 1 else layers + head
+    assert slowest == by_trial(layers, stages, head, allowed)
+    edges = {sum(found[: index + 1]) for index in range(stages - 1)}
+    assert allowed is None or edges <= set(allowed)
+
+
+def test_smollm2_is_cut_where_its_head_weighs_eight_layers() -> None:
+    assert balanced(30, 2, head=8.0) == (19, 11)
+    assert balanced(30, 2, head=0.0) == (15, 15)
+    assert balanced(30, 2, head=8.0, cuts=(4, 8, 12, 15, 19, 23, 27)) == (19, 11)
+
+
+def test_the_file_gives_back_what_went_into_it_and_perfetto_its_lanes(tmp_path: Path) -> None:
+    path, runs = tmp_path / "run.json.gz", (small(), small())
+    path.write_bytes(trace_bytes(runs))
+    again = read_trace(path)
+    for run, back in zip(runs, again, strict=True):
+        assert [vars(a) for a in shares(back)] == [
+            pytest.approx(vars(b), abs=1e-9) for b in shares(run)
+        ]
+        assert (back.name, back.layers, back.schedule) == (run.name, run.layers, run.schedule)
+        assert back.micro_batches == 2 and back.links == ("10 ms",)
+        assert [rank.lost for rank in back.ranks] == [0, 4]
+        assert back.ranks[0].sent == back.ranks[0].ledger == (80, 2)
+        assert [len(rank.events) for rank in back.ranks] == [6, 8]
+    whole = json.loads(gzip.decompress(path.read_bytes()))
+    spans = [event for event in whole["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == 28 and all(event["dur"] > 0 and event["ts"] >= 0 for event in spans)
+    names = {event["args"]["name"] for event in whole["traceEvents"] if event["ph"] == "M"}
+    assert {"compute", "receive", "send", "wait", "small <b>: rank 1, stage 1"} <= names
+
+
+def damaged(change: Callable[[dict[str, Any]], object]) -> bytes:
+    whole = json.loads(gzip.decompress(trace_bytes([small()])))
+    change(whole)
+    return gzip.compress(json.dumps(whole).encode())
+
+
+DAMAGED = {
+    "empty": (b"", "no gzipped JSON"),
+    "no gzip": (b"{}", "no gzipped JSON"),
+    "cut short": (trace_bytes([small()])[:-30], "no gzipped JSON"),
+    "another JSON": (gzip.compress(b"[1]"), "no trace of anyshard"),
+    "nested": (gzip.compress(b"[" * 100_000), "no gzipped JSON"),
+    "another form": (damaged(lambda w: w["otherData"].update(form="x")), "of the form 'x'"),
+    "no ranks": (damaged(lambda w: w["otherData"]["runs"][0].update(ranks=[])), "of no stage"),
+    "a stage too many": (
+        damaged(lambda w: w["otherData"]["runs"][0].update(layers=[30])), "of no stage"
+    ),
+    "a schedule that is none": (
+        damaged(lambda w: w["otherData"]["runs"][0].update(schedule="1f1b")), "schedule is none"
+    ),
+    "a time below zero": (damaged(lambda w: w["traceEvents"][9].update(ts=-5e9)), "out of range"),
+    "a kind that is none": (damaged(lambda w: w["traceEvents"][9].update(name="x")), "no trace"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_is_no_trace_is_refused_in_a_sentence(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content, said = DAMAGED[name]
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=said):
+        read_trace(path)
+    assert main(["trace", str(path)]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1
+
+
+def test_what_is_said_of_a_run(tmp_path: Path) -> None:
+    text = run_text(small())
+    assert "EMULATED links (10 ms) · small <b> · continuous, micro-batches: 2" in text
+    assert "2 frames in 0.001 s" in text and "the same" in text
+    assert "stage 1 sets the pace: 0.2 of 0.3 ms a frame; --layers 18,12 would give 1.33x" in text
+    assert "the first 4 events are not kept" in text
+    record = run_record(small())
+    assert json.loads(json.dumps(record))["ranks"][1]["stage"] == 1
+    shown = page([small()])
+    assert "small &lt;b&gt;" in shown and "<b>" not in shown.split("</style>")[1]
+    assert "http" not in shown, "nothing from outside"
+    back = 0.01 + 110e-6 + 210e-6  # the first stage's next round: there, computed, and back
+    slots = predicted(replace(small(), delays_s=(0.01, 0.0)))
+    starts = [each.start for each in slots if each.slot.stage == 0]
+    assert starts[:3] == [0.0, pytest.approx(110e-6), pytest.approx(back)]
+
+
+def traced(pp: int, **asked: Any) -> Run:
+    model = the_model("adversarial-9-3")
+    group = open_group(model.served, forked=False)
+    try:
+        usual = {"comm": "threads", "threads": 1, "max_model_len": 128, "trace_events": 4096}
+        engine = Engine(
+            group,
+            model.config,
+            model.profile,
+            plan(model.config, pp=pp, leaf=model.profile.leaf),
+            EngineOptions(**(usual | asked)),
+            cores=2,
+        )
+        for index in range(asked.get("max_num_seqs", 1)):
+            engine.submit(Request(prompt=tuple(range(index + 1, index + 60)), max_tokens=8))
+        assert all(event.fault is None for event in engine.run())
+        return engine.traced("test")
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_real_run_is_covered_without_overlap_and_counts_what_the_ledger_says(pp: int) -> None:
+    run = traced(pp, chunk=16, max_num_seqs=3)
+    frames = set(run.ranks[0].events["frame"].tolist())
+    assert len(frames) > 8
+    for rank in run.ranks:
+        start, stop = (rank.events[name].astype(np.int64) for name in ("start", "stop"))
+        assert (stop > start).all() and (start[1:] >= stop[:-1]).all(), (
+            "in order, none over another"
+        )
+        assert set(rank.events["frame"].tolist()) == frames and rank.lost == 0
+        kinds = {KINDS[kind] for kind in rank.events["kind"].tolist()}
+        assert "compute" in kinds and ("head" in kinds) == (rank.stage == pp - 1)
+        assert ("receive" in kinds) == (rank.stage > 0)
+        assert ("send" in kinds) == (rank.stage < pp - 1)
+        assert rank.sent == rank.ledger
+        sends = rank.events[rank.events["kind"] == KINDS.index("send")]
+        assert int(sends["bytes"].sum()) == rank.sent[0]
+        assert len(sends) == rank.sent[1]
+    for share in shares(run):
+        assert 0 < share.busy < 1 and min(vars(share).values()) >= 0
+
+
+def test_a_slow_link_shows_as_wire_and_a_slow_stage_as_upstream() -> None:
+    slow = traced(2, chunk=64, links=(LinkSpec(delay_s=0.02),) * 2)
+    wire = shares(slow)[1].wire
+    assert wire > 0.2 and shares(slow)[0].wire == 0
+    assert shares(traced(2, chunk=64))[1].wire < wire / 2
+
+
+def test_the_last_events_are_kept_where_a_run_is_longer_than_its_ring() -> None:
+    run = traced(2, chunk=4, trace_events=16)
+    for rank in run.ranks:
+        assert len(rank.events) == 16 and rank.lost > 20
+        assert (np.diff(rank.events["start"].astype(np.int64)) > 0).all()
+    assert "events are not kept" in run_text(run)
