@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.checkpoint import WeightImage, open_checkpoint
-from anyshard.config import Arithmetic, KvType, ModelConfig
+from anyshard.config import Arithmetic, KvType, ModelConfig, WireType
 from anyshard.engine import profile_of
 from anyshard.launcher import RankMain, Seat
 from anyshard.model import Program, Weight, program
@@ -72,44 +72,51 @@ class Loaded(Model):
 
 INT8 = " int8"  # at the end of a model's name: in that arithmetic
 KV8 = " kv8"  # after that: with keys and values in int8
+W8 = " w8"  # and after that: with an int8 wire
 
 
 def shape_of(name: str) -> str:
     """The name without its profile."""
-    return name.removesuffix(KV8).removesuffix(INT8)
+    return name.removesuffix(W8).removesuffix(KV8).removesuffix(INT8)
 
 
 def arithmetic_of(name: str) -> Arithmetic:
     """That of a model's name."""
-    return "int8" if name.removesuffix(KV8).endswith(INT8) else "f32"
+    return "int8" if name.removesuffix(W8).removesuffix(KV8).endswith(INT8) else "f32"
 
 
 def kv_of(name: str) -> KvType:
     """The type of keys and values that a model's name says."""
-    return "int8" if name.endswith(KV8) else "f32"
+    return "int8" if name.removesuffix(W8).endswith(KV8) else "f32"
+
+
+def wire_of(name: str) -> WireType:
+    """The wire that a model's name says."""
+    return "int8" if name.endswith(W8) else "none"
 
 
 @cache
-def demo(arithmetic: Arithmetic = "f32", kv: KvType = "f32") -> Served:
+def demo(arithmetic: Arithmetic = "f32", kv: KvType = "f32", wire: WireType = "none") -> Served:
     """The demo model, packed once in a test process."""
-    if kv != "f32":
+    if kv != "f32" or wire != "none":
         packed = demo(arithmetic)
-        return replace(packed, profile=profile_of(arithmetic, kv))
+        return replace(packed, profile=profile_of(arithmetic, kv, wire))
     return served(open_checkpoint(None), arithmetic=arithmetic)
 
 
 @cache
 def the_model(name: str) -> Loaded:
     """`demo`, or one of tests/models.py, loaded once in a process."""
-    shape, arithmetic, kv = shape_of(name), arithmetic_of(name), kv_of(name)
+    shape, arithmetic, kv, wire = shape_of(name), arithmetic_of(name), kv_of(name), wire_of(name)
     if shape == "demo":
         tokens = text_tokens(open_tokenizer(open_checkpoint(None)), PROMPT_TOKENS)
-        return Loaded.of(name, demo(arithmetic, kv), tokens)
-    config = models.MODELS[shape]
-    adversarial = shape.startswith("adversarial")
+        return Loaded.of(name, demo(arithmetic, kv, wire), tokens)
+    config = models.DEEP_10 if shape == "deep-10" else models.MODELS[shape]
+    adversarial = shape.startswith(("adversarial", "deep"))
     with tempfile.TemporaryDirectory() as folder:
         path = models.write_hf_model(Path(folder) / shape, config, seed=7, adversarial=adversarial)
-        loaded = served(open_checkpoint(str(path)), arithmetic=arithmetic, kv=kv)
+        checkpoint = open_checkpoint(str(path))
+        loaded = served(checkpoint, arithmetic=arithmetic, kv=kv, wire=wire)
     return Loaded.of(name, loaded, hashed_tokens(PROMPT_TOKENS, config.vocab, seed=0))
 
 
@@ -224,7 +231,7 @@ def forced_logits(
 @lru_cache(maxsize=8)
 def _naive_unsplit(name: str, axis: Axis, cell: Cell, num_tokens: int) -> F32:
     model = the_model(name)
-    if axis == "pp":
+    if axis == "pp" and wire_of(name) == "none":  # nothing is rounded where nothing is cut
         return baseline(model, cell).logits[:num_tokens]
     tokens = baseline(model, cell).tokens[:num_tokens]
     return forced_logits(model, cell, tokens, worker_type=ORDERS[axis])
@@ -258,13 +265,14 @@ def planted_is_caught(model: Loaded, cell: Cell) -> bool:
 # --- the cells ----------------------------------------------------------------------------------
 
 
-def demo_cells() -> list[Cell]:
+def demo_cells(wire: WireType = "none") -> list[Cell]:
     """Item 2 of the issue, on the demo model: 9 heads, 3 KV heads, 30 layers."""
+    cut = (22, 8) if wire == "none" else (23, 7)
     return [
         *(Cell(axis="tp", tp=tp) for tp in (2, 3, 4, 5, 8)),
         Cell(axis="tp", heads=(7, 2)),
         *(Cell(axis="pp", pp=pp) for pp in (2, 3, 7)),
-        Cell(axis="pp", layers=(22, 8)),
+        Cell(axis="pp", layers=cut),
         Cell(axis="mixed", tp=2, pp=2),
         *(Cell(axis="chunk", chunk=chunk) for chunk in (1, 7, 32, 300)),
         Cell(axis="threads", threads=2),

@@ -65,6 +65,9 @@ QWEN3_SHAPED = replace(
     ADVERSARIAL_9_3, architecture="qwen3", num_layers=2, hidden=96, num_heads=6, num_kv_heads=2,
     head_dim=40, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True,
 )  # fmt: skip
+DEEP_10 = replace(
+    ADVERSARIAL_9_3, num_layers=10, hidden=80, ffn=136, num_heads=5, num_kv_heads=1, vocab=211
+)  # as many stages as an int8 wire allows, and a residual whose last block is short
 MODELS = {
     "qwen2": QWEN2_SHAPED,
     "adversarial-9-3": ADVERSARIAL_9_3,

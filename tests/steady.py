@@ -137,10 +137,10 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
     """An engine over an adversarial model, for `PROMPTS` requests at once."""
     name, arithmetic = "adversarial-9-3", asked.get("arithmetic", "f32")
     path = models.write_hf_model(folder / "model", models.MODELS[name], seed=7, adversarial=True)
-    kv = asked.get("kv", "f32")
-    checkpoint, profile = open_checkpoint(str(path)), profile_of(arithmetic, kv)
+    kv, wire = asked.get("kv", "f32"), asked.get("wire", "none")
+    checkpoint, profile = open_checkpoint(str(path)), profile_of(arithmetic, kv, wire)
     group = fork_launcher(
-        loader(checkpoint, threads=1, arithmetic=arithmetic, kv=kv),
+        loader(checkpoint, threads=1, arithmetic=arithmetic, kv=kv, wire=wire),
         partial(main, asked=asked, folder=folder),
     )
     group.wait_loaded()
@@ -148,6 +148,7 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
     options = EngineOptions(
         max_model_len=asked["steps"] + 64,
         max_num_seqs=PROMPTS,
+        micro_batches=1,  # all prompts in every frame
         threads=asked.get("threads", 1),
         deadline_s=60,
     )
@@ -156,6 +157,7 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
         tp=tp,
         pp=pp,
         kv_shard=asked.get("kv_shard", "heads"),
+        wire=wire,
         leaf=profile.leaf,
     )
     return Engine(group, checkpoint.config, profile, layout, options, cores=2)

@@ -56,12 +56,13 @@ class Measured(Worker):
 
 @pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize("kv_shard", ["heads", "sequence"])
+@pytest.mark.parametrize("name", ["adversarial-9-3", "adversarial-9-3 w8"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 3)])
 def test_what_is_counted_is_what_ranks_allocate(
-    tp: int, pp: int, kv_shard: KvShard, record: bool, tmp_path: Path
+    tp: int, pp: int, name: str, kv_shard: KvShard, record: bool, tmp_path: Path
 ) -> None:
-    served = the_model("adversarial-9-3").served
-    config, profile = served.config, f32_profile()
+    served = the_model(name).served
+    config, profile = served.config, served.profile
     layout = plan(config, tp=tp, pp=pp, kv_shard=kv_shard, leaf=profile.leaf)
     Measured.seen.clear()
     group = open_group(served, rank_body(Measured), forked=False)

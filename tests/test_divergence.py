@@ -35,6 +35,7 @@ from anyshard.verify.replay import replay_head
 from anyshard.worker import Worker
 
 KV8 = ("adversarial-9-3 kv8", "adversarial-head-80 int8 kv8")
+W8 = ("adversarial-9-3 w8", "adversarial-head-80 int8 kv8 w8")
 
 # --- healthy runs -------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ def captured(model: Loaded, cell: Cell, target: Target, folder: Path) -> list[Ar
     [
         # the wide one takes seconds in slow bodies
         pytest.param(name, body, marks=pytest.mark.slow if name == "qwen2" and body else [])
-        for name in [*FAMILIES, *HELD, *KV8]
+        for name in [*FAMILIES, *HELD, *KV8, *W8]
         for body in ("", "scalar", "reference")
     ],
 )
@@ -86,10 +87,12 @@ def test_replay_and_every_healthy_rank_agree_bit_for_bit(
         assert {"qkv", "attention", "o_proj", "gather_o", "reduce_o"} <= seen
         assert {"gate_up", "down_proj", "gather_down", "reduce_down"} <= seen
         assert {"gather_q", "gather_states", "merge_states"} <= seen
+        is_rounded = name in W8
         if layer == 0:
-            assert "embed" in seen
+            assert "embed" in seen and ("round_wire" in seen) == is_rounded
         else:
             assert {"send", "receive", "head", "gather_logits"} <= seen
+            assert ("decode_wire" in seen) == is_rounded == ("round_wire" in seen)
             logits = replay_head(model.served, right["x_head"], (0, model.config.vocab))
             assert logits.tobytes() == right["logits"].tobytes()
 
@@ -112,7 +115,7 @@ def test_replay_and_every_healthy_rank_agree_bit_for_bit(
     ids=lambda cell: cell.name,
 )
 def test_a_healthy_run_diverges_nowhere(cell: Cell) -> None:
-    for name in (A9, A14, KV8[0]) if cell.comm == "auto" else (A9,):
+    for name in (A9, A14, KV8[0], W8[0]) if cell.comm == "auto" else (A9,):
         model = the_model(name)
         assert diverges(model, cell) is None
         assert diverges(model, cell, at=Target(position=41, layer=1)) is None

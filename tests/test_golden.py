@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import make
+from golden import make, wire
 
 from anyshard.config import LEAF, KvType
 from anyshard.engine import f32_profile, int8_profile, profile_of
@@ -95,7 +95,7 @@ def test_under_one_profile_vectors_are_added_and_never_changed(folder: Path) -> 
 
 def test_every_file_is_one_of_an_op_and_none_is_missing() -> None:
     files = {path.stem for path in make.HERE.glob("*.json")}
-    assert files == {"primitives", *make.OPS}
+    assert files == {"primitives", *make.OPS, wire.PATH.stem}
 
 
 def test_the_vectors_show_a_change_of_order() -> None:

@@ -28,6 +28,7 @@ from grid import (
     share_only,
     the_model,
     weight_bytes,
+    wire_of,
     witness,
 )
 from models import MODELS, NUM_TWIN_ROWS
@@ -46,6 +47,9 @@ ADVERSARIAL = tuple(name for name in MODELS if name.startswith("adversarial"))
 IN_INT8 = ("adversarial-9-3 int8", "adversarial-head-80 int8", "qwen2 int8", "demo int8")
 # And with int8 keys and values.
 IN_KV8 = ("adversarial-9-3 kv8", "adversarial-head-80 int8 kv8", "qwen2 int8 kv8", "demo int8 kv8")
+# And with int8 wires: stages are cut where those round, and only cells with stages differ.
+IN_W8 = ("adversarial-9-3 w8", "adversarial-head-80 int8 kv8 w8", "demo w8")
+MODEL_NAMES = (*ADVERSARIAL, "qwen2", "demo", *IN_INT8, *IN_KV8, *IN_W8)
 
 # (model, cell): the naive order changes nothing either. All scores of this model are in the
 # thousands, so one key takes all the weight and softmax can be restarted without a trace; int8 keys
@@ -81,7 +85,7 @@ def grid(cells: Mapping[str, Iterable[Cell]]) -> list[object]:
             marks = [pytest.mark.ranks] if cell.comm in ("shm", "torch") else []
             if cell.comm == "torch":
                 marks.append(pytest.mark.torch)
-            fast = (*ADVERSARIAL, IN_INT8[0], IN_KV8[0])
+            fast = (*ADVERSARIAL, IN_INT8[0], IN_KV8[0], *IN_W8[:2])
             is_fast = name in fast or (name, cell.name) in FAST
             if cell.comm == "torch" or not is_fast:
                 marks += [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -91,8 +95,9 @@ def grid(cells: Mapping[str, Iterable[Cell]]) -> list[object]:
 
 def cells_of(name: str) -> list[Cell]:
     """Without loading the model."""
-    name = shape_of(name)
-    return demo_cells() if name == "demo" else random_cells(MODELS[name])
+    wire, name = wire_of(name), shape_of(name)
+    cells = demo_cells(wire) if name == "demo" else random_cells(MODELS[name])
+    return [cell for cell in cells if cell.pp > 1 or cell.layers] if wire == "int8" else cells
 
 
 def needs(cell: Cell) -> None:
@@ -108,7 +113,12 @@ def needs(cell: Cell) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    grid({name: cells_of(name) for name in (*ADVERSARIAL, "qwen2", "demo", *IN_INT8, *IN_KV8)}),
+    grid(
+        {
+            name: cells_of(name)
+            for name in (*ADVERSARIAL, "qwen2", "demo", *IN_INT8, *IN_KV8, *IN_W8)
+        }
+    ),
 )
 def test_a_cell_has_the_digest_of_the_unsplit_run(name: str, cell: Cell) -> None:
     needs(cell)

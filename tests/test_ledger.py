@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from grid import run_cell, the_model
 
@@ -15,7 +17,7 @@ from anyshard.ledger import (
     wire_cost,
 )
 from anyshard.model import program
-from anyshard.verify.cells import BATCH, Cell
+from anyshard.verify.cells import BATCH, Cell, Outcome
 
 CELLS = [
     Cell(axis="base"),
@@ -49,7 +51,22 @@ CELLS = [
 def test_counted_wire_bytes_equal_the_ledger(cell: Cell, want_logits: bool) -> None:
     if cell.comm == "torch":
         pytest.importorskip("torch")
-    outcome = run_cell(the_model("adversarial-9-3"), cell, want_logits=want_logits)
+    _check_counts(run_cell(the_model("adversarial-9-3"), cell, want_logits=want_logits), cell)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if isinstance(cell, Cell) and cell.pp > 1])
+def test_counted_bytes_of_int8_rows_equal_the_ledger(cell: Cell) -> None:
+    model = the_model("adversarial-9-3 w8")
+    outcome = run_cell(model, cell)
+    _check_counts(outcome, cell)
+    wide = run_cell(the_model("adversarial-9-3"), cell)
+    for mine, its in zip(outcome.costs, wide.costs, strict=True):
+        assert replace(mine, hop_bytes=0) == replace(its, hop_bytes=0)
+        rows = (its.hop_bytes - 40 * its.hop_messages) // (4 * model.config.hidden)
+        assert mine.hop_bytes == rows * 154 + 40 * mine.hop_messages  # 144 + 5 scales
+
+
+def _check_counts(outcome: Outcome, cell: Cell) -> None:
     for view, cost in zip(outcome.statuses, outcome.costs, strict=True):
         assert view.wire_bytes == {
             "reduce": cost.reduce_bytes,

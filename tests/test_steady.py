@@ -31,6 +31,7 @@ LAYOUTS = [
     {"tp": 3, "arithmetic": "int8"},
     {"tp": 2, "kv": "int8"},
     {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 3, "wire": "int8"},
     {"tp": 2, "kv_shard": "sequence"},
     {"tp": 2, "kv_shard": "sequence", "kv": "int8"},
     {"tp": 3, "kv_shard": "sequence", "arithmetic": "int8", "threads": 2},

@@ -30,7 +30,7 @@ TIERS = {
     "files": 0, "host": 0, "replicas": 0,
     "quant": 1, "ops": 1, "_native": 1,
     "comm": 2, "launcher": 2, "pages": 2, "kv": 2, "checkpoint": 2, "tokenizer": 2,
-    "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
+    "op": 3, "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
     "answer": 3,
     "fidelity": 4, "plan": 4,
     "capture": 5, "walk": 5, "watch": 5, "binder": 5, "worker": 5, "epoch": 5, "engine": 5,

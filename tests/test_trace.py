@@ -21,7 +21,7 @@ from anyshard.comm.link import LinkSpec
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.errors import TraceError
-from anyshard.layout import plan
+from anyshard.layout import plan, wire_boundaries
 from anyshard.request import Request
 from anyshard.trace import (
     EVENT,
@@ -83,7 +83,9 @@ def test_the_stage_that_takes_longest_sets_the_pace_and_a_better_cut_is_named() 
     assert found.stage_s == pytest.approx(200e-6) and found.frame_s == pytest.approx(300e-6)
     # 500 us in 30 layers, 100 in the head: 16.67 a layer, the head is 6 of them
     assert found.layers == (18, 12) and found.gain == pytest.approx(400 / 300)
-    assert pace(replace(small(), layers=(18, 12)), cuts=(18,)) is not None
+    assert pace(replace(small(), layers=(18, 12), cuts=(18,))) is not None
+    wired = pace(replace(small(), cuts=wire_boundaries("int8", 30)))
+    assert wired is not None and wired.layers == (19, 11), "18 is no boundary of an int8 wire"
     assert pace(Run("one", (small().ranks[0],), (30,))) is None
 
 
@@ -169,6 +171,9 @@ DAMAGED = {
     "no ranks": (damaged(lambda w: w["otherData"]["runs"][0].update(ranks=[])), "of no stage"),
     "a stage too many": (
         damaged(lambda w: w["otherData"]["runs"][0].update(layers=[30])), "of no stage"
+    ),
+    "cuts that are none": (
+        damaged(lambda w: w["otherData"]["runs"][0].update(cuts=[30])), "stages cannot be cut so"
     ),
     "a schedule that is none": (
         damaged(lambda w: w["otherData"]["runs"][0].update(schedule="1f1b")), "schedule is none"

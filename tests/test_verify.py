@@ -311,7 +311,8 @@ def test_variables_of_generate_are_no_lists(
     for name, value in GENERATES.items():
         monkeypatch.setenv(f"ANYSHARD_{name}", value)
     monkeypatch.setattr(
-        "anyshard.verify.grid.quick", lambda config: [Cell(axis="tp", tp=tp) for tp in (2, 3)]
+        "anyshard.verify.grid.quick",
+        lambda config, wire: [Cell(axis="tp", tp=tp) for tp in (2, 3)],
     )
     for arguments in ((), ("--grid", "quick")):
         ran = Ran(capfd, tiny, *SHORT, "--json", *arguments)
@@ -397,7 +398,7 @@ def test_a_short_cell_has_a_note(
 ) -> None:
     cell = Cell(axis="body", kernels="reference", prompt_tokens=6, num_tokens=2, is_short=True)
     for cells, count in (([cell], 1), ([Cell(axis="tp", tp=2)], 0)):
-        monkeypatch.setattr("anyshard.verify.grid.quick", lambda config, cells=cells: cells)
+        monkeypatch.setattr("anyshard.verify.grid.quick", lambda config, wire, cells=cells: cells)
         ran = Ran(capfd, tiny, *SHORT)
         assert (ran.code, ran.out.count("against an unsplit run as short")) == (0, count)
 

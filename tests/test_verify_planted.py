@@ -59,7 +59,7 @@ def test_a_fault_in_a_cell_is_a_difference(
     monkeypatch.setitem(naive.ORDERS, "written", mutants.Unmasked)
     monkeypatch.setattr(
         "anyshard.verify.grid.quick",
-        lambda config: [Cell(axis="pages", poison=True, prompt_tokens=9, is_short=True)],
+        lambda config, wire: [Cell(axis="pages", poison=True, prompt_tokens=9, is_short=True)],
     )
     ran = Ran(capfd, tiny, *SHORT, "--json")
     (cell,) = ran.record["cells"]

@@ -30,6 +30,7 @@ __all__ = [
     "Attention",
     "AttentionStates",
     "Bound",
+    "DecodeWire",
     "Digest",
     "DigestKv",
     "Embed",
@@ -42,6 +43,7 @@ __all__ = [
     "Pool",
     "Qkv",
     "Reduce",
+    "RoundWire",
     "RowLinear",
     "Walk",
     "argmax",
@@ -262,6 +264,23 @@ class Reduce(Op):
     ) -> None: ...
     def run(self, rows: int) -> None:
         """Node j of a source is at [(j * rows + row) * N + n]."""
+
+@final
+class RoundWire(Op):
+    """Rows of x [R, D] become what an int8 wire makes of them (ops/wire.py); wire [R, B]: gets
+    their bytes, or None."""
+
+    def __init__(self, pool: Pool, x: F32, wire: U8 | None = None) -> None: ...
+    def run(self, rows: int) -> None:
+        """Round x[:rows]."""
+
+@final
+class DecodeWire(Op):
+    """Rows of x [R, D] from what an int8 wire has brought [R, B]."""
+
+    def __init__(self, pool: Pool, wire: U8, x: F32) -> None: ...
+    def run(self, rows: int) -> None:
+        """Fill x[:rows]."""
 
 @final
 class GateUp(Op):

@@ -23,6 +23,7 @@ from anyshard.ops.coefficients import LOG2_E
 from anyshard.ops.digest import U64
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.storage import Panels, panel_cut
+from anyshard.ops.wire import U8
 from anyshard.walk import Gathering, Several
 
 __all__ = ["Binder", "FaultCode", "Workspace"]
@@ -32,6 +33,7 @@ class Workspace(Protocol):
     """What a rank holds for binding: its program and model, and every buffer of the token loop.
 
     x residual, q queries, a attention output, f ffn, shard its logits; the row table beside them.
+    wire [R, B]: rows as int8 hops carry them, where there are any.
     digests [R, record_columns of the program] and their keys: empty unless the run is recorded.
     """
 
@@ -42,6 +44,7 @@ class Workspace(Protocol):
     comm: Comm
     kv: KvCache
     x_RD: F32
+    wire_RB: U8
     q_RN: F32
     a_RN: F32
     f_RF: F32
@@ -129,13 +132,27 @@ class Binder:
         ).run
         return run
 
+    def _hop_rows(self) -> F32 | U8:
+        """What a hop moves: residual rows, or their bytes."""
+        return self.w.wire_RB if self.w.program.profile.wire == "int8" else self.w.x_RD
+
     def _receive(self, op: Op) -> Callable[[int], None]:
-        comm, x_RD = self.w.comm, self.w.x_RD
-        return lambda rows: comm.receive(x_RD[:rows])
+        comm, moved = self.w.comm, self._hop_rows()
+        return lambda rows: comm.receive(moved[:rows])
 
     def _send(self, op: Op) -> Callable[[int], None]:
-        comm, x_RD = self.w.comm, self.w.x_RD
-        return lambda rows: comm.send(x_RD[:rows])
+        comm, moved = self.w.comm, self._hop_rows()
+        return lambda rows: comm.send(moved[:rows])
+
+    def _round_wire(self, op: Op) -> Callable[[int], None]:
+        wire = self.w.wire_RB if op.wire_bytes else None
+        run: Callable[[int], None] = self.module.RoundWire(self.pool, self.w.x_RD, wire).run
+        return run
+
+    def _decode_wire(self, op: Op) -> Callable[[int], None]:
+        w = self.w
+        run: Callable[[int], None] = self.module.DecodeWire(self.pool, w.wire_RB, w.x_RD).run
+        return run
 
     def _qkv(self, op: Op) -> Callable[[int], None]:
         w, d, named = self.w, self.w.config.head_dim, self._named(op)

@@ -14,14 +14,15 @@ Where ranks split the sequence, `keys` and `values` hold a rank's own positions 
 the exchange began, `received_states_<tp>` [H here, n, d + 2] what came, `read_states_<tp>` the same
 once it was merged; states as `legible_states` makes them.
 
-A file holds, of a row: `trail` [L+1, D] (residual at the start of the stage, and after each of
-its layers), `table` (token, position, slot as this rank has them), `hop_out`, `hop_in`, `x_send`
-[D]; of the layer: `x_in`, `q`, `keys`, `values` [J, G, ..] (as `packed_row` gives them),
-`attention`, `ffn`, `x_o`, `x_down`, and for o and down `nodes_*` [n, D] after the linear,
-`published_*` as the exchange began, `received_*_<tp>` as it ended and `read_*_<tp>` once the reduce
-was over; of a sampled row `x_head`, `logits` [V], `published_logits`, `received_logits_<tp>`,
-`gathered`; where nobody wants logits, `pair` (value and bits of the id of this rank's best one, as
-it is sent).
+A file holds, of a row: `trail` [L+1, D] (residual at the start of the stage, and after each of its
+layers), `table` (token, position, slot as this rank has them), `hop_out`, `hop_in`, `x_send` [D]
+(of int8 wires `hop_out`, `hop_in`, `wire` as it was encoded, and `wire_in` as it is decoded, are
+the row's bytes); of the layer: `x_in`, `q`, `keys`, `values` [J, G, ..] (as `packed_row` gives
+them), `attention`, `ffn`, `x_o`, `x_down`, `x_round` (where the wire rounds), and for o and down
+`nodes_*` [n, D] after the linear, `published_*` as the exchange began, `received_*_<tp>` as it
+ended and `read_*_<tp>` once the reduce was over; of a sampled row `x_head`, `logits` [V],
+`published_logits`, `received_logits_<tp>`, `gathered`; where nobody wants logits, `pair` (value and
+bits of the id of this rank's best one, as it is sent).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Tapped(Protocol):
     comm: Comm
     is_sampler: bool
     x_RD: FloatArray
+    wire_RB: npt.NDArray[np.uint8]
     q_RN: FloatArray
     a_RN: FloatArray
     f_RF: FloatArray
@@ -211,6 +213,8 @@ class Tap:
             self._keep("x_in", x)
         if op.kind == "send":
             self._keep("x_send", x)
+        if op.kind == "decode_wire":
+            self._keep("wire_in", worker.wire_RB[self.index])
         if op.kind == "head":
             self._keep("x_head", worker.x_RD[self.sampled])
         if op.kind == "attention" and op.layer == self.capture.layer:
@@ -234,9 +238,11 @@ class Tap:
             )
 
     def _after(self, worker: Tapped, op: Op) -> None:
-        if op.kind in ("embed", "receive"):
+        if op.kind in ("embed", "receive", "decode_wire"):
             self.found["trail"][:, 0] = worker.x_RD[self.index]
-        if op.kind == "reduce_down":
+        if op.kind == "round_wire" and op.wire_bytes:
+            self._keep("wire", worker.wire_RB[self.index])
+        if op.kind in ("reduce_down", "round_wire"):
             self.found["trail"][:, op.layer - self.program.layers[0] + 1] = worker.x_RD[self.index]
         if op.kind == "head":
             self._keep("logits", worker.shard_RV[self.places])
@@ -248,6 +254,7 @@ class Tap:
             "gate_up": ("ffn", worker.f_RF),
             "reduce_o": ("x_o", worker.x_RD),
             "reduce_down": ("x_down", worker.x_RD),
+            "round_wire": ("x_round", worker.x_RD),
         }
         if op.kind in rows:
             name, buffer = rows[op.kind]
@@ -347,7 +354,7 @@ class Tap:
 
     def hopped(self, name: str, values: npt.NDArray[Any]) -> None:
         """What `comm.send` was given, or what `comm.receive` brought."""
-        width = self.program.config.hidden
+        width = self.program.hop_row_bytes or self.program.config.hidden
         if self.detailed and len(self.index) and values.size == self.rows * width:
             self._keep(name, values.reshape(self.rows, width)[self.index])
 

@@ -28,6 +28,7 @@ __all__ = [
     "Profile",
     "Quantization",
     "RopeDivisors",
+    "WireType",
     "config_from_gguf",
     "config_from_hf",
     "config_to_hf",
@@ -36,6 +37,7 @@ __all__ = [
 Architecture = Literal["llama", "qwen2", "qwen3"]
 Arithmetic = Literal["f32", "int8"]
 KvType = Literal["f32", "int8"]
+WireType = Literal["none", "int8"]  # what residual rows are rounded to where stages may be cut
 Quantization = Literal["auto", "none", "int8"]
 
 MAX_HEAD_DIM = 256  # of the native attention
@@ -137,7 +139,7 @@ class Profile:
 
     arithmetic: Arithmetic = "f32"
     kv: KvType = "f32"
-    wire: Literal["none"] = "none"
+    wire: WireType = "none"
     leaf: int = LEAF
     kv_block: int = 32
     stripes: int = 8
@@ -145,8 +147,10 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """Short form for people: `f32`, `int8`, with int8 KV `f32+kv8` and `int8+kv8`."""
-        return self.arithmetic if self.kv == "f32" else f"{self.arithmetic}+kv8"
+        """Short form for people: `f32`, `int8`; with int8 KV `f32+kv8`, with an int8 wire
+        `f32+w8`, with both `f32+kv8+w8`."""
+        kv, wire = "" if self.kv == "f32" else "+kv8", "" if self.wire == "none" else "+w8"
+        return f"{self.arithmetic}{kv}{wire}"
 
     def sha256(self) -> str:
         """Hash of all fields, hex."""

@@ -30,13 +30,13 @@ from anyshard.binder import FaultCode
 from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.comm.control import PAGE, ROW, FrontControl, Result
-from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile
+from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile, WireType
 from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import PromptTooLong
 from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
 from anyshard.fidelity.weights import weights_sha256
 from anyshard.launcher import Progress, RankGroup, Start
-from anyshard.layout import Layout
+from anyshard.layout import Layout, wire_boundaries
 from anyshard.ledger import StepShape, wire_cost
 from anyshard.model import program
 from anyshard.ops import choose_body
@@ -77,9 +77,10 @@ def int8_profile() -> Profile:
     return Profile(arithmetic="int8", leaf=INT8_LEAF, constants_sha256=constants_sha256())
 
 
-def profile_of(arithmetic: Arithmetic, kv: KvType = "f32") -> Profile:
-    """The profile of that arithmetic and KV (`ops/kv_pages.py`)."""
-    return dataclasses.replace(int8_profile() if arithmetic == "int8" else f32_profile(), kv=kv)
+def profile_of(arithmetic: Arithmetic, kv: KvType = "f32", wire: WireType = "none") -> Profile:
+    """The profile of that arithmetic, KV (`ops/kv_pages.py`) and wire (`ops/wire.py`)."""
+    plain = int8_profile() if arithmetic == "int8" else f32_profile()
+    return dataclasses.replace(plain, kv=kv, wire=wire)
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -107,6 +108,7 @@ def loader(
     record: bool = False,
     arithmetic: Arithmetic = "f32",
     kv: KvType = "f32",
+    wire: WireType = "none",
 ) -> Callable[[Progress], tuple[object, bytes]]:
     """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
 
@@ -121,7 +123,8 @@ def loader(
         )
         sha256 = weights_sha256(image, threads=threads) if record else ""
         report = LoadReport(note.encode("utf-8", "replace").decode(), sha256)
-        return Served(checkpoint.config, profile_of(arithmetic, kv), image), report.encoded()
+        profile = profile_of(arithmetic, kv, wire)
+        return Served(checkpoint.config, profile, image), report.encoded()
 
     return load
 
@@ -306,6 +309,7 @@ class Engine:
             self.schedule.micro_batches,
             tuple(map(str, self.options.links)),
             tuple(link.delay_s for link in self.options.links),
+            wire_boundaries(self.profile.wire, self.config.num_layers),
         )
 
     def end_session(self, session: int) -> None:

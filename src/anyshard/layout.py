@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Final, Literal
 
-from anyshard.config import ModelConfig
+from anyshard.config import ModelConfig, WireType
 from anyshard.errors import LayoutError
 from anyshard.stripes import STRIPES
 
@@ -31,12 +31,14 @@ __all__ = [
     "head_tree",
     "hidden_tree",
     "plan",
+    "wire_boundaries",
 ]
 
 Span = tuple[int, int]
 #: What of the KV cache a TP rank keeps: the KV heads of its query heads, or all of some blocks.
 KvShard = Literal["heads", "sequence"]
 VOCAB_UNIT = 16  # rows: a block of Q8_0 holds two panels
+WIRE_DEPTH = 3  # of the tree over layers, at whose nodes int8 wires round: at most 8 stages
 
 
 def _internal_nodes(low: int, high: int) -> list[Span]:
@@ -362,6 +364,77 @@ def _in_ratio(counts: Sequence[int], units: int) -> list[int]:
     return [(2 * done * units + total) // (2 * total) for done in (0, *accumulate(counts))]
 
 
+def wire_boundaries(wire: WireType, num_layers: int) -> tuple[int, ...]:
+    """Where residual rows are rounded, and stages may be cut: layers that stand before each place.
+
+    In int8 the interior boundaries of the depth-3 tree over layers: 4, 8, 12, 15, 19, 23, 27 of
+    30. Of a wire that rounds nothing there are none, and stages may be cut anywhere.
+    Source: docs/numerics.md, Wire int8. Held by: test_wire_int8.py.
+    """
+    return _depth_nodes(num_layers, WIRE_DEPTH)[1:-1] if wire == "int8" else ()
+
+
+def _layer_spans(counts: Sequence[int]) -> tuple[Span, ...]:
+    return tuple(pairwise([0, *accumulate(counts)]))
+
+
+def _cut_layers(
+    config: ModelConfig, pp: int, layers: Sequence[int] | None, wire: WireType
+) -> tuple[Span, ...]:
+    """Even, or as asked for; in int8 by boundaries of the wire. Raises: LayoutError."""
+    total = config.num_layers
+    if wire == "none":
+        return even_spans(total, pp) if layers is None else _layer_spans(layers)
+    bounds = wire_boundaries(wire, total)
+    if pp > len(bounds) + 1:
+        flag = f"--pipeline-parallel-size {pp}" if layers is None else f"--layers of {pp} stages"
+        raise LayoutError(
+            f"{flag} is not possible with --wire-dtype int8: rows are rounded, and stages cut, "
+            f"after {_and(bounds)} of the model's {total} layers, so 1 to {len(bounds) + 1} stages "
+            "can share them"
+        )
+
+    def sizes(cut: tuple[int, ...]) -> list[int]:
+        return [stop - start for start, stop in pairwise([0, *cut, total])]
+
+    cuts = list(combinations(bounds, pp - 1))
+    if layers is None:
+        # the least largest stage, then the least sum of squares; larger stages first on ties
+        nearest = min(
+            cuts,
+            key=lambda cut: (
+                max(sizes(cut)),
+                sum(size * size for size in sizes(cut)),
+                [-place for place in cut],
+            ),
+        )
+        return _layer_spans(sizes(nearest))
+    asked = tuple(accumulate(layers))[:-1]
+    if not set(asked) <= set(bounds):
+
+        def distance(cut: tuple[int, ...]) -> tuple[int, list[int]]:
+            moved = sum(abs(a - b) for a, b in zip(cut, asked, strict=True))
+            return moved, [-place for place in cut]
+
+        nearest = min(cuts, key=distance)
+        raise LayoutError(
+            f"--layers {_commas(layers)} is not possible with --wire-dtype int8: rows are "
+            f"rounded, and stages cut, after {_and(bounds)} of the model's {total} layers; the "
+            f"nearest is --layers {_commas(sizes(nearest))}"
+        )
+    return _layer_spans(layers)
+
+
+def _commas(counts: Sequence[int]) -> str:
+    return ",".join(map(str, counts))
+
+
+def _and(numbers: Sequence[int]) -> str:
+    """`4, 8 and 12`."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}"
+
+
 def plan(
     config: ModelConfig,
     *,
@@ -370,12 +443,14 @@ def plan(
     heads: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
     kv_shard: KvShard = "heads",
+    wire: WireType = "none",
     leaf: int,
 ) -> Layout:
     """The layout for a width and depth, or for explicit cuts in query heads and layers.
 
     Raises: LayoutError when a width exceeds the query heads, or the stripes that a sequence is cut
-    into, a depth the layers, or a cut does not add up; the message holds the numbers.
+    into, a depth the layers, or a cut does not add up, or a stage ends where an int8 wire does not
+    round; the message holds the numbers.
     Source: docs/numerics.md, Cuts. Held by: test_layout.py.
     """
     if heads is not None:
@@ -416,11 +491,7 @@ def plan(
             (min(VOCAB_UNIT * low, config.vocab), min(VOCAB_UNIT * high, config.vocab))
             for low, high in pair_spans
         ),
-        layers=(
-            even_spans(config.num_layers, pp)
-            if layers is None
-            else tuple(pairwise([0, *accumulate(layers)]))
-        ),
+        layers=_cut_layers(config, pp, layers, wire),
         kv_shard=kv_shard,
     )
 

@@ -81,7 +81,7 @@ def wire_cost(program: Program, steps: Iterable[StepShape]) -> WireCost:
                 totals[f"{kind}_messages"] += 1
             elif op.receivers:
                 kind = _KINDS.get(op.kind, "reduce")
-                sent = op.wire_floats * step.rows * FLOAT_BYTES
+                sent = (op.wire_floats * FLOAT_BYTES + op.wire_bytes) * step.rows
                 sent += HOP_HEADER_BYTES if op.kind == "send" else 0
                 totals[f"{kind}_bytes"] += sent * op.receivers
                 totals[f"{kind}_messages"] += op.receivers

@@ -12,12 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from anyshard.config import ModelConfig, Profile
-from anyshard.layout import STRIPE_TREE, Layout, Span, Tree, ffn_tree, head_tree, hidden_tree
+from anyshard.layout import (
+    STRIPE_TREE,
+    Layout,
+    Span,
+    Tree,
+    ffn_tree,
+    head_tree,
+    hidden_tree,
+    wire_boundaries,
+)
+from anyshard.op import (
+    DIGESTED,
+    FLOAT_BYTES,
+    LAYER_POINTS,
+    STATE_HEADER,
+    DigestPoint,
+    Op,
+    OpKind,
+    Sum,
+    Weight,
+)
 from anyshard.ops.kv_pages import page_bytes
-from anyshard.ops.storage import Q8_INPUTS, Storage, stored_bytes
+from anyshard.ops.storage import Storage
+from anyshard.ops.wire import wire_row_bytes
 from anyshard.replicas import Replica, replicas_of
 from anyshard.stripes import STRIPES
 
@@ -33,128 +53,6 @@ __all__ = [
     "Weight",
     "program",
 ]
-
-FLOAT_BYTES = 4
-STATE_HEADER = 2  # floats of a softmax state on the wire, before o[d]: M as int bits, and l
-
-DigestPoint = Literal[
-    "embed", "q", "k", "v", "attention", "reduce_o", "ffn", "reduce_down", "logits"
-]
-#: What is hashed of every token in every layer, in the order in which a step writes it.
-LAYER_POINTS: tuple[DigestPoint, ...] = (
-    "q",
-    "k",
-    "v",
-    "attention",
-    "reduce_o",
-    "ffn",
-    "reduce_down",
-)
-
-OpKind = Literal[
-    "embed",
-    "receive",
-    "qkv",
-    "gather_q",
-    "attention",
-    "gather_states",
-    "merge_states",
-    "o_proj",
-    "gather_o",
-    "reduce_o",
-    "gate_up",
-    "down_proj",
-    "gather_down",
-    "reduce_down",
-    "send",
-    "head",
-    "gather_logits",
-    "digest_embed",
-    "digest_hop",
-    "digest_attention",
-    "digest_mlp",
-    "digest_logits",
-]
-
-
-DIGESTED: dict[OpKind, tuple[DigestPoint, ...]] = {
-    "digest_embed": ("embed",),
-    "digest_hop": (),  # on file is what the stage before has sent
-    "digest_attention": ("q", "k", "v", "attention", "reduce_o"),
-    "digest_mlp": ("ffn", "reduce_down"),
-    "digest_logits": ("logits",),
-}
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A cut of one tensor of the image: rows of its output, columns of its input (None: vector).
-
-    blocks: those that hold the columns, where the storage is int8.
-    """
-
-    name: str
-    rows: Span
-    columns: Span | None = None
-    storage: Storage = "float32"
-    blocks: Span | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the cut as it is held."""
-        columns = 1 if self.columns is None else self.columns[1] - self.columns[0]
-        if self.blocks is not None:
-            columns = (self.blocks[1] - self.blocks[0]) * Q8_INPUTS
-        return stored_bytes(self.storage, (self.rows[1] - self.rows[0]) * columns)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """The part of a canonical sum that an op evaluates, or (with node counts) completes.
-
-    leaf_lengths, merges: of the leaves here. For a reduce: merges over the nodes of all ranks,
-    and how many of them each rank sends. For a merge of softmax states the same, of the tree over
-    stripes.
-    """
-
-    leaf_lengths: tuple[int, ...] = ()
-    merges: tuple[int, ...] = ()
-    nodes_per_rank: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Op:
-    """One bound call of a step.
-
-    outputs: floats a row writes. flop: per row; an attention row adds flop_per_key, and reads
-    kv_bytes_per_key, for every key it sees. wire_floats: what a row (for logits: a sampled row)
-    puts on the wire, per receiver, padding included. points: what a digest op hashes here, outputs
-    of the ops before it; replicas: and of what other ranks hold too. A name is `layers.3.o_proj`,
-    or `head`.
-    """
-
-    kind: OpKind
-    layer: int
-    outputs: int = 0
-    weights: tuple[Weight, ...] = ()
-    sum: Sum = Sum()
-    flop: int = 0
-    flop_per_key: int = 0
-    kv_bytes_per_key: int = 0
-    wire_floats: int = 0
-    receivers: int = 0
-    points: tuple[DigestPoint, ...] = ()
-    replicas: tuple[Replica, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Unique within a program."""
-        return self.kind if self.layer < 0 else f"layers.{self.layer}.{self.kind}"
-
-    @property
-    def weight_bytes(self) -> int:
-        """Weight bytes that the op reads in a step."""
-        return sum(weight.bytes for weight in self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +121,13 @@ class Program:
         return max((op.wire_floats for op in self.ops if op.kind == kind), default=0)
 
     @property
+    def hop_row_bytes(self) -> int:
+        """Bytes of a row that a hop from or to this rank moves in another form than the residual's;
+        0 without."""
+        is_other = self.profile.wire == "int8" and self.layout.pp > 1
+        return wire_row_bytes(self.profile.wire, self.config.hidden) if is_other else 0
+
+    @property
     def digest_columns(self) -> int:
         """Digests of a row here: embed, those of each layer here, logits. Not ours are 0."""
         return len(LAYER_POINTS) * (self.layers[1] - self.layers[0]) + 2
@@ -275,15 +180,16 @@ def program(
     stage, _ = layout.coordinates(rank)
     builder = _Builder(config, profile, layout, rank, storage or {})
     first, last = stage == 0, stage == layout.pp - 1
-    ops: list[Op] = [builder.embed() if first else builder.hop("receive")]
+    ops: list[Op] = [builder.embed()] if first else builder.receive()
     if record:
         ops += builder.digest("digest_embed" if first else "digest_hop", -1)
     for layer in range(*layout.layers[stage]):
         ops += builder.attention_block(layer)
         ops += builder.digest("digest_attention", layer) if record else []
         ops += builder.mlp_block(layer)
+        ops += builder.round_wire(layer)
         ops += builder.digest("digest_mlp", layer) if record else []
-    ops += builder.head(record=record) if last else [builder.hop("send")]
+    ops += builder.head(record=record) if last else [builder.send()]
     return Program(config=config, profile=profile, layout=layout, rank=rank, ops=tuple(ops))
 
 
@@ -302,6 +208,8 @@ class _Builder:
         self.is_int8 = profile.arithmetic == "int8"
         self.kv_bytes = 2 * page_bytes(profile.kv, config.head_dim) // profile.kv_block
         self.storage = storage
+        self.wire = profile.wire
+        self.row_bytes = wire_row_bytes(profile.wire, config.hidden)
         self.layout = layout
         self.tp_index = tp_index = layout.coordinates(rank)[1]
         self.replicas = replicas_of(config, layout, rank)
@@ -324,15 +232,31 @@ class _Builder:
         table = self._weight("embed", (0, config.vocab))
         return Op(kind="embed", layer=-1, outputs=config.hidden, weights=(table,))
 
-    def hop(self, kind: Literal["send", "receive"]) -> Op:
-        sends = kind == "send"
-        return Op(
-            kind=kind,
-            layer=-1,
-            outputs=0 if sends else self.config.hidden,
-            wire_floats=self.config.hidden if sends else 0,
-            receivers=1 if sends else 0,
-        )
+    def send(self) -> Op:
+        if self.wire == "int8":  # what round_wire has written
+            return Op(kind="send", layer=-1, wire_bytes=self.row_bytes, receivers=1)
+        return Op(kind="send", layer=-1, wire_floats=self.config.hidden, receivers=1)
+
+    def receive(self) -> list[Op]:
+        width = self.config.hidden
+        if self.wire == "int8":
+            kinds: tuple[OpKind, ...] = ("receive", "decode_wire")
+            return [Op(kind=k, layer=-1, outputs=width * (k != "receive")) for k in kinds]
+        return [Op(kind="receive", layer=-1, outputs=width)]
+
+    def round_wire(self, layer: int) -> list[Op]:
+        """After a layer behind which a stage may end; behind the last one here a hop follows."""
+        if layer + 1 not in wire_boundaries(self.wire, self.config.num_layers):
+            return []
+        is_sent = any(stop == layer + 1 for _, stop in self.layout.layers)
+        return [
+            Op(
+                kind="round_wire",
+                layer=layer,
+                outputs=self.config.hidden,
+                wire_bytes=self.row_bytes if is_sent else 0,
+            )
+        ]
 
     def _weight(
         self, name: str, rows: Span, columns: Span | None = None, blocks: Span | None = None

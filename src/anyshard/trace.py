@@ -81,7 +81,7 @@ class RankTrace:
 @dataclass(frozen=True)
 class Run:
     """The ranks of an epoch. layers: of each stage; links: emulated ones, in words, and delays_s of
-    each."""
+    each; cuts: layers before which a stage may begin, none where that is any."""
 
     name: str
     ranks: tuple[RankTrace, ...]
@@ -90,6 +90,7 @@ class Run:
     micro_batches: int = 1
     links: tuple[str, ...] = ()
     delays_s: tuple[float, ...] = ()
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,9 @@ def bubble(run: Run) -> float:
     return sum(1 - one.busy - one.wire for one in each) / max(1, len(each))
 
 
-def pace(run: Run, *, cuts: Sequence[int] | None = None) -> Pace | None:
+def pace(run: Run) -> Pace | None:
     """Who sets the pace, by the busy time of frames that all stages ran; None with fewer than two
-    stages. cuts: where stages may be cut, any layer if None.
+    stages.
 
     A cut's time is that of its layers, all as costly as the mean of those measured, the head's in
     the last stage. Held by: test_trace.py.
@@ -176,7 +177,9 @@ def pace(run: Run, *, cuts: Sequence[int] | None = None) -> Pace | None:
     times = [layers + head_ for layers, head_ in spent]
     slowest = times.index(max(times))
     layer = total / max(1, sum(run.layers))
-    best = balanced(sum(run.layers), stages, head=head / layer if layer else 0.0, cuts=cuts)
+    best = balanced(
+        sum(run.layers), stages, head=head / layer if layer else 0.0, cuts=run.cuts or None
+    )
     fastest = _slowest_s(best, layer, head)
     gain = max(times) / fastest if fastest else 1.0
     if gain < 1.02:  # the noise of a run
@@ -269,6 +272,7 @@ def _about(run: Run) -> dict[str, Any]:
         "micro_batches": run.micro_batches,
         "links": list(run.links),
         "delays_s": list(run.delays_s),
+        "cuts": list(run.cuts),
         "ranks": ranks,
     }
 
@@ -360,6 +364,9 @@ def _run_of(
             )
         )
     layers = tuple(int(count) for count in about["layers"])
+    cuts = tuple(int(place) for place in about["cuts"])
+    if cuts and (len(set(cuts)) < len(layers) - 1 or not 0 < min(cuts) <= max(cuts) < sum(layers)):
+        raise ValueError("stages cannot be cut so")
     if not ranks or any(not 0 <= rank.stage < len(layers) for rank in ranks):
         raise ValueError("a rank is of no stage")
     if about["schedule"] not in SCHEDULES or not 1 <= about["micro_batches"] <= 1 << 16:
@@ -372,4 +379,5 @@ def _run_of(
         int(about["micro_batches"]),
         tuple(map(str, about["links"])),
         tuple(map(float, about["delays_s"])),
+        cuts,
     )

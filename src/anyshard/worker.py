@@ -16,7 +16,7 @@ import numpy as np
 from anyshard.binder import Binder, FaultCode
 from anyshard.capture import Capture, Tap
 from anyshard.checkpoint.image import WeightImage
-from anyshard.comm.base import FLOAT_BYTES, Comm, CommKind, ExchangeSpec, WireSizes
+from anyshard.comm.base import Comm, CommKind, ExchangeSpec, WireSizes
 from anyshard.comm.control import Frame, RankControl
 from anyshard.config import ModelConfig, Profile
 from anyshard.kv import KvCache, local_pages, num_local_pages
@@ -29,6 +29,7 @@ from anyshard.ops.digest import KEY_PADDING, digest_keys
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
+from anyshard.ops.wire import wire_row_bytes
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
 from anyshard.walk import walks
@@ -106,7 +107,8 @@ class Served:
 
 def wire_sizes(programs: Sequence[Program], plan: RankPlan) -> WireSizes:
     """Capacities of every exchange of an epoch, in floats. programs: of all ranks."""
-    layout, config = plan.layout, programs[0].config
+    layout, config, wire = plan.layout, programs[0].config, programs[0].profile.wire
+    hop_bytes = plan.rows_max * wire_row_bytes(wire, config.hidden)
     vocab_rows = max(stop - start for start, stop in layout.vocab)
     nodes_max = max(each.exchange_nodes for each in programs)
     return WireSizes(
@@ -132,7 +134,7 @@ def wire_sizes(programs: Sequence[Program], plan: RankPlan) -> WireSizes:
                 root_only=True,
             ),
         ),
-        hop_bytes=plan.rows_max * config.hidden * FLOAT_BYTES if layout.pp > 1 else 0,
+        hop_bytes=hop_bytes if layout.pp > 1 else 0,
         hop_depth=plan.frames,
     )
 
@@ -180,13 +182,18 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
     blocks = -(-plan.max_model_len // part.profile.kv_block)
     digest_words = plan.rows_max * part.record_columns if plan.record else 0
     page_ints = plan.num_pages if part.layout.splits_sequence else 0
-    return 8 * digest_words + 4 * (
-        plan.rows_max * (row_floats + row_ints)
-        + plan.sampled_max * (vocab + slot_ints)
-        + plan.num_slots * blocks
-        + page_ints
-        + plan.max_model_len * config.head_dim  # cos and sin
-        + _num_keys(config, plan)
+    return (
+        plan.rows_max * part.hop_row_bytes
+        + 8 * digest_words
+        + 4
+        * (
+            plan.rows_max * (row_floats + row_ints)
+            + plan.sampled_max * (vocab + slot_ints)
+            + plan.num_slots * blocks
+            + page_ints
+            + plan.max_model_len * config.head_dim  # cos and sin
+            + _num_keys(config, plan)
+        )
     )
 
 
@@ -237,6 +244,7 @@ class Worker:
         rows = plan.rows_max
         num_heads = here.heads[1] - here.heads[0]
         self.x_RD = np.zeros((rows, config.hidden), np.float32)
+        self.wire_RB = np.zeros((rows, here.hop_row_bytes), np.uint8)
         self.a_RN = np.zeros((rows, num_heads * config.head_dim), np.float32)
         self.q_RN = np.zeros_like(self.a_RN)
         if here.layout.splits_sequence:  # written where the others read it

@@ -32,6 +32,8 @@ from mutants.stages import (
     LocalLayerIndex,
     PreviousChunk,
     ReusedHopBuffer,
+    RoundsOnlyAtCuts,
+    ScaleOfTwoBlocks,
     TiedHeadMissing,
     TransposedHop,
 )
@@ -80,6 +82,8 @@ __all__ = [
     "PositionReset",
     "PreviousChunk",
     "ReusedHopBuffer",
+    "RoundsOnlyAtCuts",
+    "ScaleOfTwoBlocks",
     "ScaleOverTokens",
     "StaleExchange",
     "StaleRow",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from grid import INT8, KV8, Loaded
+from grid import INT8, KV8, W8, Loaded
 
 import mutants as bugs
 from anyshard.launcher import RankMain
@@ -472,6 +472,26 @@ QUANTISED_KV = [
 ]
 
 
+WIRES = [
+    bug(
+        "int8 rounding only at real cuts",
+        "an int8 wire rounds rows where a stage ends, and nowhere else",
+        OURS,
+        bugs.RoundsOnlyAtCuts,
+        shows(A9 + W8, "layers.0.round_wire", pp=2),
+        shows(DEMO + W8, "layers.3.round_wire", pp=2),
+    ),
+    bug(
+        "scale shared by two blocks",
+        "rows that leave a stage have one int8 scale for 64 values",
+        OURS,
+        bugs.ScaleOfTwoBlocks,
+        shows(A9 + W8, "layers.1.round_wire", pp=2),
+        shows(DEMO + W8, "layers.14.round_wire", pp=2),
+    ),
+]
+
+
 def near_tie(temperature: str, seed: int) -> Sampling:
     """Of the drawn token's score and the next one's, only a rounding decides."""
     return Sampling(temperature=float.fromhex(temperature), seed=seed)
@@ -494,6 +514,7 @@ BUILDS = [
 ]
 
 MUTANTS: tuple[Mutant, ...] = (
-    *(*SUMS, *HEADS, *ROWS, *STAGES, *VOCABULARY, *WEIGHTS, *QUANTISED, *QUANTISED_KV, *BUILDS),
+    *(*SUMS, *HEADS, *ROWS, *STAGES, *VOCABULARY, *WEIGHTS, *QUANTISED, *QUANTISED_KV, *WIRES),
+    *BUILDS,
     *sequence.SEQUENCE,
 )

@@ -10,6 +10,7 @@ import numpy as np
 
 from anyshard.binder import Binder
 from anyshard.model import Op, Program, Weight
+from anyshard.ops.kv_pages import KV_GROUP
 from anyshard.worker import Served, Worker
 from mutants.attention import AlteredOpsBinder
 
@@ -114,3 +115,48 @@ class PreviousChunk(Worker):
     """See PreviousChunkBinder."""
 
     binder_type = PreviousChunkBinder
+
+
+class RoundsOnlyAtCutsBinder(Binder):
+    """An int8 wire rounds what leaves a stage, and nothing where no stage ends."""
+
+    def _round_wire(self, op: Op) -> Run:
+        return super()._round_wire(op) if op.wire_bytes else lambda rows: None
+
+
+class RoundsOnlyAtCuts(Worker):
+    """See RoundsOnlyAtCutsBinder."""
+
+    binder_type = RoundsOnlyAtCutsBinder
+
+
+class ScaleOfTwoBlocksBinder(Binder):
+    """What leaves a stage has one scale for two blocks of 32, that of the larger."""
+
+    def _round_wire(self, op: Op) -> Run:
+        if not op.wire_bytes:
+            return super()._round_wire(op)
+        x_RD, wire_RB = self.w.x_RD, self.w.wire_RB
+        width = x_RD.shape[1]
+
+        def run(rows: int) -> None:
+            x_MD = x_RD[:rows]
+            for first in range(0, width, 2 * KV_GROUP):
+                pair = slice(first, min(first + 2 * KV_GROUP, width))
+                scale_M = (np.abs(x_MD[:, pair]).max(axis=1) / np.float32(127)).astype(np.float16)
+                wide_M1 = scale_M.astype(np.float32)[:, None]
+                divisor_M1 = np.where(wide_M1 > 0, wide_M1, np.float32(1))
+                q = np.clip(np.rint(x_MD[:, pair] / divisor_M1), -127, 127).astype(np.int8)
+                wire_RB[:rows, pair] = q.view(np.uint8)
+                for block in range(first // KV_GROUP, -(-pair.stop // KV_GROUP)):
+                    place = width + 2 * block
+                    wire_RB[:rows, place : place + 2] = scale_M[:, None].view(np.uint8)
+                x_MD[:, pair] = q * wide_M1
+
+        return run
+
+
+class ScaleOfTwoBlocks(Worker):
+    """See ScaleOfTwoBlocksBinder."""
+
+    binder_type = ScaleOfTwoBlocksBinder

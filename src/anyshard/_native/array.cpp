@@ -238,9 +238,9 @@ bool holds_int8(PyObject* panels) {
 }
 
 Array optional_array(PyObject* object, const char* name, Element element,
-                     std::initializer_list<int64_t> shape) {
+                     std::initializer_list<int64_t> shape, bool writable) {
   if (object == Py_None) return Array();
-  return Array(object, name, element, shape);
+  return Array(object, name, element, shape, writable);
 }
 
 }  // namespace anyshard

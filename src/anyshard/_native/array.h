@@ -35,6 +35,7 @@ class Array {
   const int32_t* ints() const { return static_cast<const int32_t*>(view_.buf); }
   const uint8_t* bytes() const { return held_ ? static_cast<const uint8_t*>(view_.buf) : nullptr; }
   float* writable_floats() const { return static_cast<float*>(view_.buf); }
+  uint8_t* writable_bytes() const { return static_cast<uint8_t*>(view_.buf); }
   int32_t* writable_ints() const { return static_cast<int32_t*>(view_.buf); }
   uint64_t* writable_words() const { return static_cast<uint64_t*>(view_.buf); }
 
@@ -58,7 +59,6 @@ class Panels : public Array {
 
   Storage storage() const { return storage_; }
   size_t stride() const { return stride_; }  // bytes between panels (pairs of them, blocks)
-  uint8_t* writable_bytes() const { return static_cast<uint8_t*>(view_.buf); }
 
  private:
   Storage storage_ = Storage::kFloat32;
@@ -102,7 +102,7 @@ bool holds_int8(PyObject* panels);
 
 // An array, or nothing for None.
 Array optional_array(PyObject* object, const char* name, Element element,
-                     std::initializer_list<int64_t> shape);
+                     std::initializer_list<int64_t> shape, bool writable = false);
 
 // Throws std::invalid_argument(message) unless the condition holds.
 void require(bool condition, const std::string& message);

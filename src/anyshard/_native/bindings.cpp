@@ -13,6 +13,7 @@
 #include "ops.h"
 #include "pack.h"
 #include "pool.h"
+#include "wire_op.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -150,6 +151,23 @@ void bind_reduce(nb::module_& m) {
           "num_outputs"_a, nb::keep_alive<1, 2>());
 }
 
+void bind_wire(nb::module_& m) {
+  nb::class_<RoundWire, Op>(m, "RoundWire")
+      .def(
+          "__init__",
+          [](RoundWire* self, Pool& pool, nb::object x, nb::object wire) {
+            new (self) RoundWire(pool, x.ptr(), wire.ptr());
+          },
+          "pool"_a, "x"_a, "wire"_a.none() = nb::none(), nb::keep_alive<1, 2>());
+  nb::class_<DecodeWire, Op>(m, "DecodeWire")
+      .def(
+          "__init__",
+          [](DecodeWire* self, Pool& pool, nb::object wire, nb::object x) {
+            new (self) DecodeWire(pool, wire.ptr(), x.ptr());
+          },
+          "pool"_a, "wire"_a, "x"_a, nb::keep_alive<1, 2>());
+}
+
 void bind_gate_up(nb::module_& m) {
   nb::class_<GateUp, Op>(m, "GateUp")
       .def(
@@ -251,6 +269,7 @@ NB_MODULE(_native, m) {
   anyshard::bind_states(m);
   anyshard::bind_row_linear(m);
   anyshard::bind_reduce(m);
+  anyshard::bind_wire(m);
   anyshard::bind_gate_up(m);
   anyshard::bind_head(m);
   anyshard::bind_functions(m);

@@ -236,6 +236,9 @@ struct Kernels {
   uint64_t (*digest)(const float* x, int count, uint32_t first, const int32_t* keys);
   void (*digest_panel)(const Linear&, int panel, const int32_t* keys, float* scratch,
                        uint64_t* out);
+  // A row becomes what an int8 wire makes of it; `wire` gets its bytes (wire.h), or is null.
+  void (*wire_round)(float* x, int width, uint8_t* wire);
+  void (*wire_decode)(const uint8_t* wire, int width, float* x);
 };
 
 // Panels of one register tile. One and two rows: four streams, eight of 16-bit weights at one row

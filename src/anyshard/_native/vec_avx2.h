@@ -22,6 +22,10 @@ ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
+// Eight int8, widened.
+ANYSHARD_INLINE IntVec load_signed_bytes(const uint8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 // Pairs of 16-bit integers in the lanes: 16 int8 widened; one pair in all lanes; a sum and both
 // products of each lane, which must fit.
 ANYSHARD_INLINE IntVec load_byte_pairs(const uint8_t* p) {

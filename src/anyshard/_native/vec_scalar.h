@@ -49,6 +49,10 @@ ANYSHARD_INLINE Vec load_float16(const uint8_t* p) {
 ANYSHARD_INLINE Vec load_bfloat16(const uint8_t* p) {
   ANYSHARD_EACH(Vec, widen_bfloat(read_half(p + 2 * i)));
 }
+// Eight int8, widened.
+ANYSHARD_INLINE IntVec load_signed_bytes(const uint8_t* p) {
+  ANYSHARD_EACH(IntVec, static_cast<int8_t>(p[i]));
+}
 // Pairs of 16-bit integers in the lanes: 16 int8 widened; one pair in all lanes; a sum and both
 // products of each lane, which must fit.
 ANYSHARD_INLINE int32_t pair_of(int32_t low, int32_t high) {

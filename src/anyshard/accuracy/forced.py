@@ -59,7 +59,7 @@ def forced_logits(
     Raises: UserError naming position and op where a value leaves float32's range; PeerLost.
     """
     config, profile = served.config, served.profile
-    layout = plan(config, leaf=profile.leaf)
+    layout = plan(config, wire=profile.wire, leaf=profile.leaf)
     here = program(config, profile, layout, 0)
     options = EngineOptions(
         comm="solo",
@@ -159,5 +159,6 @@ def _looks(w: Workspace, meter: OpMeter) -> dict[str, Callable[[int, int], None]
         "reduce_o": lambda layer, rows: meter.o_proj(layer, w.x_RD[:rows]),
         "gate_up": lambda layer, rows: meter.ffn(layer, w.f_RF[:rows]),
         "reduce_down": lambda layer, rows: meter.down_proj(layer, w.x_RD[:rows]),
+        "round_wire": lambda layer, rows: meter.round_wire(w.x_RD[:rows]),
         "head": lambda layer, rows: meter.logits(w.x_RD[:rows], w.shard_RV[:rows]),
     }

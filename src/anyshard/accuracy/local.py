@@ -89,6 +89,11 @@ class OpMeter:
         )
         self._x_TD = x_TD.astype(np.float64)
 
+    def round_wire(self, x_TD: F32) -> None:
+        """The residual that the next layer reads, where an int8 wire rounds: part of the profile,
+        no error of an op."""
+        self._x_TD = x_TD.astype(np.float64)
+
     def logits(self, x_PD: F32, logits_PV: F32) -> None:
         """Logits, and the residual rows after the last layer that they were made of."""
         self._add(-1, "logits", logits_PV, self._reference.head(x_PD.astype(np.float64)))

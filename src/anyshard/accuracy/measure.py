@@ -25,7 +25,7 @@ from anyshard.accuracy.forced import CHUNK, forced_logits, query_factor
 from anyshard.accuracy.local import OpMeter
 from anyshard.accuracy.report import LengthFigures, LogitFigures, Manifest, Report
 from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
-from anyshard.config import KvType, ModelConfig, Quantization
+from anyshard.config import KvType, ModelConfig, Quantization, WireType
 from anyshard.engine import profile_of
 from anyshard.errors import CheckpointError, OptionError, UserError
 from anyshard.fidelity import tokens_sha256
@@ -63,6 +63,7 @@ def measure(
     free_bytes: int | None = None,
     quantization: Quantization = "none",
     kv: KvType = "f32",
+    wire: WireType = "none",
 ) -> Report:
     """How far the logits and every op of `model` are from float64, and beside HF if asked.
 
@@ -70,7 +71,7 @@ def measure(
     position on, or over its `last` positions; None takes LENGTHS as far as context and text go.
     tokens: ids to run instead of the shipped text. progress(done, total) counts tokens of all
     passes. free_bytes: the memory to use, what the system calls available if None. quantization,
-    kv: the profile measured; float64 and HF take the weights as the file holds them.
+    kv, wire: the profile measured; float64 and HF take the weights as the file holds them.
 
     Raises: UserError in one sentence: no such length, no tokenizer, no memory, no transformers,
     a model that HF cannot express or that overflows float32.
@@ -89,7 +90,7 @@ def measure(
     image = build_image(checkpoint, threads=threads, kernels=kernels, arithmetic=arithmetic)
     with closing(image):
         return compare(
-            Served(checkpoint.config, profile_of(arithmetic, kv), image),
+            Served(checkpoint.config, profile_of(arithmetic, kv, wire), image),
             Reference64(checkpoint.config, weights),
             tokens,
             lengths=chosen,

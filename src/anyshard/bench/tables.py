@@ -14,8 +14,18 @@ from typing import Any
 
 from anyshard.bench.blocks import BlockResult
 from anyshard.bench.rows import Row, Spread
+from anyshard.bench.wire import LINKS, WireResult
 
-__all__ = ["Table", "block_records", "block_table", "csv_text", "row_records", "speed_table"]
+__all__ = [
+    "Table",
+    "block_records",
+    "block_table",
+    "csv_text",
+    "row_records",
+    "speed_table",
+    "wire_records",
+    "wire_table",
+]
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,79 @@ def block_records(results: Sequence[BlockResult]) -> list[dict[str, Any]]:
             "elements_differing": result.differing,
             "max_ulp": result.max_ulp,
             "samples_latency_us": list(result.latencies),
+        }
+        for result in results
+    ]
+
+
+def wire_table(results: Sequence[WireResult]) -> Table:
+    """One line for each width and number of rows; of each link whether it pays, and what a row
+    gains."""
+    return Table(
+        (
+            "hidden",
+            "rows",
+            "bytes",
+            "in int8",
+            "encode ns",
+            "decode ns",
+            "GB/s",
+            "pays below",
+            "2 stages",
+            *(link.name for link in LINKS),
+        ),
+        tuple(
+            (
+                str(result.hidden),
+                str(result.rows),
+                str(result.raw_bytes),
+                f"{result.int8_bytes} ({result.int8_bytes / result.raw_bytes:.3f})",
+                f"{result.encode_ns:.0f}",
+                f"{result.decode_ns:.0f}",
+                f"{result.raw_bytes / result.encode_ns:.1f} / "
+                f"{result.raw_bytes / result.decode_ns:.1f}",
+                f"{result.pays_below_bits_s / 1e9:.1f} Gbit/s",
+                f"{result.pays_below_alone_bits_s / 1e9:.1f} Gbit/s",
+                *(_gain(result.gain_ns(link)) for link in LINKS),
+            )
+            for result in results
+        ),
+        frozenset(),
+    )
+
+
+def _gain(gain_ns: float) -> str:
+    """`yes, 135 µs`."""
+    value, unit = (gain_ns / 1e6, "ms") if abs(gain_ns) >= 1e6 else (gain_ns / 1e3, "µs")
+    return f"{'yes' if gain_ns > 0 else 'no'}, {value:.3g} {unit}"
+
+
+def wire_records(results: Sequence[WireResult]) -> list[dict[str, Any]]:
+    """All of each result, samples too."""
+    return [
+        {
+            "hidden": result.hidden,
+            "rows": result.rows,
+            "threads": result.threads,
+            "bytes_per_row": result.raw_bytes,
+            "int8_bytes_per_row": result.int8_bytes,
+            "encode_ns_per_row": result.encode_ns,
+            "decode_ns_per_row": result.decode_ns,
+            "round_ns_per_row": result.round_ns,
+            "encode_bytes_per_s": 1e9 * result.raw_bytes / result.encode_ns,
+            "decode_bytes_per_s": 1e9 * result.raw_bytes / result.decode_ns,
+            "pays_below_bits_per_s": result.pays_below_bits_s,
+            "pays_below_on_2_stages_bits_per_s": result.pays_below_alone_bits_s,
+            **{
+                f"{what}_{link.bits_s / 1e6:.0f}_mbit": value
+                for link in LINKS
+                for what, value in (
+                    ("pays_at", result.gain_ns(link) > 0),
+                    ("gain_ns_per_row_at", result.gain_ns(link)),
+                )
+            },
+            "samples_encode_ns": list(result.samples_encode_ns),
+            "samples_decode_ns": list(result.samples_decode_ns),
         }
         for result in results
     ]

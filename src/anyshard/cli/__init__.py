@@ -21,6 +21,7 @@ from cyclopts.exceptions import CycloptsError
 from anyshard import __version__
 from anyshard.cli.bench import bench
 from anyshard.cli.bench_blocks import blocks
+from anyshard.cli.bench_wire import wire
 from anyshard.cli.chat import chat
 from anyshard.cli.compare import compare
 from anyshard.cli.doctor import doctor
@@ -45,6 +46,7 @@ VERDICTS = (["verify"], ["compare"])  # a script takes their 0 for an answer
 for verb in VERBS:
     app.command(verb)
 app["bench"].command(blocks)
+app["bench"].command(wire)
 app.config = (partial(check_variables, app), FlagVariables(PREFIX, command=False))
 
 

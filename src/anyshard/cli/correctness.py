@@ -12,7 +12,7 @@ from anyshard.errors import DifferenceFound
 from anyshard.host import read_memory
 
 if TYPE_CHECKING:
-    from anyshard.config import KvType, Quantization
+    from anyshard.config import KvType, Quantization, WireType
 
 __all__ = ["Against", "tell_accuracy"]
 
@@ -25,6 +25,7 @@ def tell_accuracy(
     *,
     quantization: Quantization,
     kv: KvType,
+    wire: WireType,
     as_json: bool,
 ) -> int:
     """Measure, print the tables or the JSON; exit code 4 if HF is over twice as near.
@@ -40,6 +41,7 @@ def tell_accuracy(
             against=against,
             quantization=quantization,
             kv=kv,
+            wire=wire,
             progress=lambda done, total: bar.update(done, total, f"against {against}"),
             free_bytes=None if memory is None else memory[1],
         )

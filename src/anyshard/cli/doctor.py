@@ -191,7 +191,7 @@ def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts
     from anyshard.model import program
 
     config = checkpoint.config
-    profile = profile_of(checkpoint.arithmetic(split.quantization), split.kv)
+    profile = profile_of(checkpoint.arithmetic(split.quantization), split.kv, split.wire)
     layout = layout_of(config, profile, split)
     limit = context_limit(config, split, default=DEFAULT_LIMIT)
     opened = Opened(

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from anyshard.comm.link import LinkSpec, parse_link, parse_links
-from anyshard.config import KvType
+from anyshard.config import KvType, WireType
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
 
@@ -51,7 +51,7 @@ Flag = Parameter(negative="")
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SplitFlags:
-    """How the model is split and run; only --quantization and --kv-cache-dtype change bits."""
+    """How the model is split and run; only --quantization and the two -dtype flags change bits."""
 
     tensor_parallel_size: Annotated[
         int | None, Parameter(name=["--tensor-parallel-size", "-tp", "--tp"])
@@ -83,6 +83,8 @@ class SplitFlags:
     "Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised."
     kv_cache_dtype: Literal["auto", "f32", "int8"] = "auto"
     "Keys and values as float32 (auto, f32), or as int8 with a scale for every 32 dims of each."
+    wire_dtype: Literal["auto", "f32", "int8"] = "auto"
+    "Rows between stages as float32 (auto, f32), or in a quarter of the bytes; rounds in any split."
     kv_memory: str | None = None
     "Memory for keys and values of all ranks, such as 2G; else what prompts and answers may need."
     max_model_len: int | None = None
@@ -126,6 +128,11 @@ class SplitFlags:
     def kv(self) -> KvType:
         """The type of keys and values that --kv-cache-dtype means."""
         return "int8" if self.kv_cache_dtype == "int8" else "f32"
+
+    @property
+    def wire(self) -> WireType:
+        """The wire of the profile that --wire-dtype means."""
+        return "int8" if self.wire_dtype == "int8" else "none"
 
     @property
     def kv_memory_bytes(self) -> int | None:

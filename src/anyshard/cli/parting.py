@@ -129,7 +129,10 @@ class Parting:
         if self._served is None:
             profile = self._opened.profile
             self._served = served(
-                self._opened.checkpoint, arithmetic=profile.arithmetic, kv=profile.kv
+                self._opened.checkpoint,
+                arithmetic=profile.arithmetic,
+                kv=profile.kv,
+                wire=profile.wire,
             )
         first = result.first_divergence
         is_pair = first is not None and first.what == "pair"

@@ -224,7 +224,8 @@ def open_model(
 
     memory = read_memory()
     checkpoint = open_checkpoint(_local(model, flags))
-    profile = profile_of(checkpoint.arithmetic(flags.quantization), flags.kv)
+    arithmetic = checkpoint.arithmetic(flags.quantization)
+    profile = profile_of(arithmetic, flags.kv, flags.wire)
     layout = layout_of(checkpoint.config, profile, flags)
     programs = tuple(
         program(checkpoint.config, profile, layout, rank) for rank in range(layout.world)
@@ -283,6 +284,7 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
         record=opened.record,
         arithmetic=opened.profile.arithmetic,
         kv=opened.profile.kv,
+        wire=opened.profile.wire,
     )
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):
@@ -387,6 +389,7 @@ def layout_of(config: ModelConfig, profile: Profile, split: SplitFlags) -> Layou
         heads=split.head_counts,
         layers=split.layer_counts,
         kv_shard="sequence" if split.kv_shard == "sequence" else "heads",
+        wire=profile.wire,
         leaf=profile.leaf,
     )
 

@@ -137,6 +137,7 @@ def verify(
     in_process: Annotated[bool, Parameter(negative="")] = False,
     quantization: Literal["auto", "none", "int8"] = "auto",
     kv_cache_dtype: Literal["auto", "f32", "int8"] = "auto",
+    wire_dtype: Literal["auto", "f32", "int8"] = "auto",
     deadline: Annotated[float | None, Parameter(show_env_var=False)] = None,
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -165,6 +166,8 @@ def verify(
         Arithmetic: float32 (none), or blocks of int8; auto takes int8 for files that are quantised.
     kv_cache_dtype
         Keys and values as float32 (auto, f32), or as int8.
+    wire_dtype
+        Rows between stages as float32 (auto, f32), or as int8; cuts then lie where those round.
     deadline
         Seconds without a sign of life after which a rank counts as lost, 30 by default.
     against
@@ -189,6 +192,7 @@ def verify(
             against,
             quantization=quantization,
             kv="int8" if kv_cache_dtype == "int8" else "f32",
+            wire="int8" if wire_dtype == "int8" else "none",
             as_json=json_output,
         )
     flags = SplitFlags(
@@ -196,6 +200,7 @@ def verify(
         deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        wire_dtype=wire_dtype,
     )
     return _Verify(model, cells, flags, prompt_tokens, tokens, json_output, report).run()
 
@@ -287,7 +292,8 @@ class _Verify:
 
         if self.lists is None:
             make = quick if self.grid == "quick" else full
-            return runnable(make(model.config), forked=not self.in_process)
+            grid = make(model.config, model.profile.wire)
+            return runnable(grid, forked=not self.in_process)
         cells, skipped = telling(cells_of(self.lists))
         if not cells:
             raise OptionError(

@@ -73,7 +73,8 @@ class ExchangeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a Comm allocates, known before the first rank exists.
 
-    `hop_bytes` is the largest message to the next stage, rows_max * hidden * 4, without its header;
+    `hop_bytes` is the largest message to the next stage, rows_max rows as ops/wire.py counts them,
+    without its header;
     `hop_depth` how many a stage may be ahead of the next one. `links`: emulated ones, to each next
     stage, then from the last one to the front; none, or one for each stage.
     """

@@ -34,11 +34,13 @@ from anyshard.ops.exact import (
 from anyshard.ops.kv_pages import Pages, add_values, scores, split_page, store_row
 from anyshard.ops.quant import int8_nodes
 from anyshard.ops.storage import Panels, unpack, unpack_blocks
+from anyshard.ops.wire import DecodeWire, RoundWire
 from anyshard.stripes import STRIPES, stripe_of
 
 __all__ = [
     "Attention",
     "AttentionStates",
+    "DecodeWire",
     "Digest",
     "DigestKv",
     "Embed",
@@ -48,6 +50,7 @@ __all__ = [
     "Pool",
     "Qkv",
     "Reduce",
+    "RoundWire",
     "RowLinear",
     "argmax",
     "digest_panels",

@@ -165,6 +165,7 @@ class Cell:
             heads=self.heads,
             layers=self.layers,
             kv_shard=self.kv_shard,
+            wire=model.profile.wire,
             leaf=model.profile.leaf,
         )
 

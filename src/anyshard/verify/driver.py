@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint, build_image
 from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
-from anyshard.config import Arithmetic, KvType, ModelConfig, Profile
+from anyshard.config import Arithmetic, KvType, ModelConfig, Profile, WireType
 from anyshard.engine import profile_of
 from anyshard.launcher import (
     EpochSizes,
@@ -79,11 +79,12 @@ def served(
     kernels: KernelChoice = "auto",
     arithmetic: Arithmetic = "f32",
     kv: KvType = "f32",
+    wire: WireType = "none",
 ) -> Served:
     """A checkpoint as the launcher loads it, on all cores."""
     threads = len(os.sched_getaffinity(0))
     image = build_image(checkpoint, threads=threads, kernels=kernels, arithmetic=arithmetic)
-    return Served(checkpoint.config, profile_of(arithmetic, kv), image)
+    return Served(checkpoint.config, profile_of(arithmetic, kv, wire), image)
 
 
 class Shape(Protocol):
@@ -173,6 +174,7 @@ class Driver:
             heads=heads,
             layers=layers,
             kv_shard=kv_shard,
+            wire=model.profile.wire,
             leaf=model.profile.leaf,
         )
         rank_plan = OrderedPlan(

@@ -14,9 +14,9 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from anyshard.config import ModelConfig
+from anyshard.config import ModelConfig, WireType
 from anyshard.errors import LayoutError, OptionError
-from anyshard.layout import KvShard
+from anyshard.layout import KvShard, wire_boundaries
 from anyshard.ops import KernelChoice, available_bodies
 from anyshard.request import Sampling
 from anyshard.stripes import STRIPES
@@ -166,9 +166,18 @@ def _main_axis(cell: Cell) -> Axis:
     return next((axis for axis, there in axes.items() if there), "base")
 
 
-def quick(config: ModelConfig) -> list[Cell]:
+def _cuts(config: ModelConfig, wire: WireType) -> tuple[int, ...]:
+    """Layers behind which a stage may end."""
+    return (
+        tuple(range(1, config.num_layers))
+        if wire == "none"
+        else wire_boundaries(wire, config.num_layers)
+    )
+
+
+def quick(config: ModelConfig, wire: WireType = "none") -> list[Cell]:
     """Widths to 4, depths to 3, and one or two cells of every other axis."""
-    heads, deep = config.num_heads, config.num_layers
+    heads, deep = config.num_heads, 1 + len(_cuts(config, wire))
     splits = [Split(tp=tp) for tp in (2, 3, 4) if tp <= heads]
     splits += [Split(heads=(heads - 2, 2))] if heads > 4 else []
     splits += [Split(pp=pp) for pp in (2, 3) if pp <= deep]
@@ -185,19 +194,21 @@ def quick(config: ModelConfig) -> list[Cell]:
     ]
 
 
-def full(config: ModelConfig) -> list[Cell]:
+def full(config: ModelConfig, wire: WireType = "none") -> list[Cell]:
     """At least sixty cells where the model has the heads and layers: every axis, and crossings.
 
     No cell twice, however small the model is. Held by: test_verify.py.
     """
-    heads, deep = config.num_heads, config.num_layers
+    heads, layers, cuts = config.num_heads, config.num_layers, _cuts(config, wire)
+    deep = 1 + len(cuts)
     widths = [tp for tp in sorted({2, 3, 4, 5, 8, heads}) if 1 < tp <= min(heads, 16)]
     depths = [pp for pp in (2, 3, 7) if pp <= deep]
     mixed = [(tp, pp) for tp, pp in ((2, 2), (3, 2), (2, 3)) if tp <= heads and pp <= deep]
     splits = [Split(tp=tp) for tp in widths]
     splits += [Split(heads=cut) for cut in ((heads - 2, 2), (1, heads - 1)) if heads > 4]
     splits += [Split(pp=pp) for pp in depths]
-    splits += [Split(layers=cut) for cut in ((deep - 1, 1), (1, deep - 1)) if deep > 2]
+    ends = (cuts[-1], cuts[0]) if deep > 2 else ()
+    splits += [Split(layers=(cut, layers - cut)) for cut in ends]
     splits += [Split(tp=tp, pp=pp) for tp, pp in mixed]
     sequence = [
         Split(tp=tp, pp=pp, kv_shard="sequence")

@@ -133,10 +133,16 @@ class NaiveTpOfFour(NaiveTp):
 
 
 class Bf16Hop(Binder):
-    """The residual rounded to bfloat16 before it leaves a stage."""
+    """The residual rounded to bfloat16 before it leaves a stage; of an int8 wire to int8, but
+    nowhere inside a stage."""
+
+    def _round_wire(self, op: Op) -> Run:
+        return super()._round_wire(op) if op.wire_bytes else lambda rows: None
 
     def _send(self, op: Op) -> Run:
         send, x_RD = super()._send(op), self.w.x_RD
+        if self.w.program.profile.wire == "int8":
+            return send
 
         def run(rows: int) -> None:
             x_RD[:rows] = to_bf16(x_RD[:rows])
@@ -153,7 +159,7 @@ def to_bf16(x: F32) -> F32:
 
 
 class NaivePp(Worker):
-    """Bf16Hop at every cut."""
+    """Rounded at every cut, and only there: see Bf16Hop."""
 
     binder_type = Bf16Hop
 

@@ -7,7 +7,7 @@ fault is: everything before it was right, on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -20,6 +20,7 @@ from anyshard.model import STATE_HEADER, Program, program
 from anyshard.ops.exact import F32
 from anyshard.ops.kv_pages import Pages
 from anyshard.ops.storage import unpack
+from anyshard.ops.wire import decode_rows
 from anyshard.stripes import stripe_of
 from anyshard.verify.replay import (
     LayerReplay,
@@ -179,6 +180,10 @@ class _Walk:
                 op = f"layers.{layer}.gate_up"
                 yield self._point(op, rank, "ffn", "ffn", replay.ffn[start:stop], at)
         yield from self._row_parallel("down", replay.down, replay.x_down)
+        if replay.x_round is not None:
+            for rank in self.programs:
+                op = f"layers.{layer}.round_wire"
+                yield self._residual(op, rank, "x_round", replay.x_round)
         if layer == self.served.config.num_layers - 1 and len(self.truth["sampled"]):
             yield from self._head()
 
@@ -238,6 +243,9 @@ class _Walk:
                 note = self._table(rank)
                 yield self._residual("embed", rank, "trail", row, rows=0, note=note)
             return
+        if self.served.profile.wire == "int8":
+            yield from self._int8_hop()
+            return
         for rank in self.programs:
             yield self._residual("send", rank - tp, "x_send", x_in)
             yield self._residual("send", rank - tp, "hop_out", x_in)
@@ -245,6 +253,26 @@ class _Walk:
             note = f"rank {rank - tp} sent the right row"
             yield self._residual("receive", rank, "hop_in", x_in, note=note)
             yield self._residual("receive", rank, "trail", x_in, rows=0, note=note)
+
+    def _int8_hop(self) -> Iterator[Point]:
+        """Bytes of the row as what they stand for: encoded, as they left, came and were decoded."""
+        x_in, tp, before = self.replay.x_in, self.layout.tp, self.target.layer - 1
+        for rank in self.programs:
+            yield self._carried(f"layers.{before}.round_wire", rank - tp, "wire")
+            yield self._carried("send", rank - tp, "hop_out")
+        for rank in self.programs:
+            note = f"rank {rank - tp} sent the right row"
+            yield self._carried("receive", rank, "hop_in", note=note)
+            note = "its buffer was changed after the row had come"
+            yield self._carried("receive", rank, "wire_in", note=note)
+            yield self._residual("decode_wire", rank, "trail", x_in, rows=0)
+
+    def _carried(self, op: str, rank: int, name: str, *, note: str = "") -> Point:
+        point = self._residual(op, rank, name, self.replay.x_in, note=note)
+        if point.found is None:
+            return point
+        decoded = decode_rows(point.found.reshape(1, -1), len(self.replay.x_in))[0]
+        return replace(point, found=decoded)
 
     def _table(self, rank: int) -> str:
         """What the rank's row table says, where it is not what the frame says."""

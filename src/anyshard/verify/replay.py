@@ -42,7 +42,7 @@ __all__ = [
 
 def unsplit_layout(served: Served) -> Layout:
     """One rank."""
-    return plan(served.config, leaf=served.profile.leaf)
+    return plan(served.config, wire=served.profile.wire, leaf=served.profile.leaf)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class LayerReplay:
 
     q as it is used (rotated and scaled) [H*d], key and value of the row as they are stored (G
     rows of `packed_row`), attention [H*d],
-    o and down with all leaves, x_o and x_down the residual after them [D], ffn [F].
+    o and down with all leaves, x_o and x_down the residual after them [D], ffn [F]; x_round: what
+    the wire makes of x_down, None where it does not round.
     """
 
     x_in: F32
@@ -141,6 +142,7 @@ class LayerReplay:
     ffn: F32
     down: RowSum
     x_down: F32
+    x_round: F32 | None
 
 
 class _Bench:
@@ -164,6 +166,7 @@ class _Bench:
             num_pages=blocks,
         )
         self.x_RD = np.zeros((1, config.hidden), np.float32)
+        self.wire_RB = np.zeros((1, whole.hop_row_bytes), np.uint8)
         self.q_RN = np.zeros((1, config.num_heads * config.head_dim), np.float32)
         self.a_RN = np.zeros_like(self.q_RN)
         self.f_RF = np.zeros((1, config.ffn), np.float32)
@@ -227,6 +230,9 @@ def replay_layer(
     x_o = bench.x_RD[0].copy()
     bench.run(ops["gate_up"])
     down = bench.row_sum(ops["down_proj"], ops["reduce_down"], ffn_tree(config, leaf))
+    x_down = bench.x_RD[0].copy()
+    if "round_wire" in ops:
+        bench.run(ops["round_wire"])
     return LayerReplay(
         x_in=np.array(x_in_D, np.float32),
         q=bench.q_RN[0].copy(),
@@ -237,7 +243,8 @@ def replay_layer(
         x_o=x_o,
         ffn=bench.f_RF[0].copy(),
         down=down,
-        x_down=bench.x_RD[0].copy(),
+        x_down=x_down,
+        x_round=bench.x_RD[0].copy() if "round_wire" in ops else None,
     )
 
 
