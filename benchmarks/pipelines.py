@@ -4,8 +4,8 @@
 
 SmolLM2-135M with int8 weights, two stages of one thread each on two cores, `--layers` cut for what
 is measured (the head weighs eight layers in decoding and nothing in a prompt). One rank group is
-loaded once; an arm is an epoch of it. A round runs every arm once, in turning order, after one to
-warm up; a ratio is taken within a round. Every arm's tokens are equal.
+loaded once for each wire; an arm is an epoch of it. A round runs every arm once, in turning order,
+after one to warm up; a ratio is taken within a round. Tokens are equal in all arms of a wire.
 
 The single process stands beside every split: with 2 threads it reads each weight once for all
 sequences, where a pipeline reads its half once for each micro-batch.
@@ -27,6 +27,7 @@ import hf
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.link import LinkSpec
+from anyshard.config import WireType
 from anyshard.engine import Engine, loader, profile_of
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup, fork_launcher
@@ -38,8 +39,10 @@ from anyshard.worker import rank_main
 
 NEW: Final = 48  # tokens of an answer
 PROMPT: Final = 16  # before it
+WIRES: Final[tuple[WireType, ...]] = ("none", "int8")
 LONG: Final = 512  # tokens of a prompt that is only read
-SLOW: Final = LinkSpec(delay_s=0.01)
+FAR: Final = LinkSpec(delay_s=0.01)
+THIN: Final = LinkSpec(delay_s=0.0, rate_bytes_s=5e5)  # 4 Mbit/s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class Arm:
     sequences: int = 8
     one_by_one: bool = False
     prompt: int = PROMPT
-    links: bool = False
+    link: LinkSpec | None = None
+    wire: WireType = "none"
     rates: list[float] = field(default_factory=list)  # tokens/s
 
 
@@ -86,12 +90,24 @@ def arms(chunk: int) -> dict[str, list[Arm]]:
                     name=f"2 stages, continuous, {count} micro-batches",
                     layers=decode,
                     micro_batches=count,
-                    links=True,
+                    link=FAR,
                 )
                 for count in (2, 3, 4)
             ),
-            Arm(name="2 stages, one after the other", layers=decode, links=True, one_by_one=True),
+            Arm(name="2 stages, one after the other", layers=decode, link=FAR, one_by_one=True),
             Arm(name="1 process, 2 threads", threads=2),
+        ],
+        "prefill of 512, EMULATED hops of 4 Mbit/s": [
+            Arm(
+                name=f"2 stages, wire {wire}",
+                layers=read,
+                chunk=chunk,
+                sequences=1,
+                prompt=LONG,
+                link=THIN,
+                wire=wire,
+            )
+            for wire in WIRES
         ],
     }
 
@@ -101,17 +117,18 @@ ASKED: Final = (
     ("decode of 8 sequences", 0, 1, 1.15),
     ("decode of 8 sequences", 0, 2, 1.4),
     ("decode of 8 sequences, EMULATED hops of 10 ms", 2, 3, 3.0),
+    ("prefill of 512, EMULATED hops of 4 Mbit/s", 1, 0, 2.0),
 )
 OF_THE_GAIN: Final = 0.9  # of the gain of two threads over one, in prefill
 
 
 class Bench:
-    """A loaded rank group."""
+    """A loaded rank group, of one profile."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: WireType) -> None:
         checkpoint = open_checkpoint(None)
-        self.config, self.profile = checkpoint.config, profile_of("int8")
-        load = loader(checkpoint, threads=os.cpu_count() or 1, arithmetic="int8")
+        self.config, self.profile = checkpoint.config, profile_of("int8", wire=wire)
+        load = loader(checkpoint, threads=os.cpu_count() or 1, arithmetic="int8", wire=wire)
         self.group: RankGroup = fork_launcher(load, rank_main)
         self.group.wait_loaded()
         tokens = open_tokenizer(checkpoint).encode(hf.TEXT.read_text("utf-8"), add_special=True)
@@ -123,7 +140,7 @@ class Bench:
         """Tokens/s: of the prompt up to the first token, or of all answers after their first."""
         self.epoch += 1
         stages = len(arm.layers or (1,))
-        layout = plan(self.config, layers=arm.layers, leaf=self.profile.leaf)
+        layout = plan(self.config, layers=arm.layers, wire=arm.wire, leaf=self.profile.leaf)
         is_read = arm.prompt == LONG
         new = 1 if is_read else NEW
         engine = Engine(
@@ -138,7 +155,7 @@ class Bench:
                 max_model_len=arm.prompt + NEW,
                 schedule=arm.schedule,
                 micro_batches=arm.micro_batches,
-                links=(SLOW,) * stages if arm.links else (),
+                links=() if arm.link is None else (arm.link,) * stages,
             ),
             cores=len(os.sched_getaffinity(0)),
             epoch=self.epoch,
@@ -187,22 +204,24 @@ def main() -> None:
     parser: argparse.ArgumentParser = hf.flags(__doc__, rounds=5)
     parser.add_argument("--chunk", type=int, default=64, help="rows of the prompt in a step")
     asked = parser.parse_args()
-    load, bench = os.getloadavg()[0], Bench()
+    load, benches = os.getloadavg()[0], {wire: Bench(wire) for wire in WIRES}
     tasks = arms(asked.chunk)
     try:
         for number in range(asked.rounds + 1):
             for task, each in tasks.items():
                 turn = number % len(each)
-                found: dict[int, list[list[int]]] = {}
+                found: dict[WireType, list[list[int]]] = {}
                 for arm in each[turn:] + each[:turn]:
-                    rate, tokens = bench.run(arm)
-                    assert found.setdefault(0, tokens) == tokens, f"{task}: {arm.name} differs"
+                    rate, tokens = benches[arm.wire].run(arm)
+                    same = found.setdefault(arm.wire, tokens) == tokens
+                    assert same, f"{task}: {arm.name} differs"
                     if number:
                         arm.rates.append(rate)
             print(f"round {number} of {asked.rounds}", file=sys.stderr)
     finally:
-        bench.group.close()
-    report(tasks, asked, load, bench.body)
+        for bench in benches.values():
+            bench.group.close()
+    report(tasks, asked, load, benches["none"].body)
 
 
 def ratio(one: Arm, other: Arm) -> dict[str, float]:

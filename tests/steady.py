@@ -79,8 +79,10 @@ class Watch:
 
 
 class Watched(Worker):
-    """Watches itself from the second frame of `PROMPTS` rows on."""
+    """Watches itself from the second frame of `rows` rows on: those in which all prompts of a
+    micro-batch decode."""
 
+    rows: int
     steps: int
     folder: Path
     leak: str
@@ -88,7 +90,7 @@ class Watched(Worker):
 
     def step(self, frame: Frame) -> None:
         """One frame, watched or not."""
-        if len(frame.rows) == PROMPTS:
+        if len(frame.rows) == self.rows:
             self._seen += 1
             if self._seen == 2:  # a step has been made like those that are watched
                 self._watch = Watch()
@@ -129,7 +131,8 @@ class Grown(Worker):
 def main(seat: Any, *, asked: dict[str, Any], folder: Path) -> None:
     """A rank."""
     kind: Any = Grown if "rounds" in asked else Watched
-    place = {"steps": asked["steps"], "leak": asked.get("leak", ""), "folder": folder}
+    rows = PROMPTS // asked.get("micro_batches", 1)
+    place = {"rows": rows, "steps": asked["steps"], "leak": asked.get("leak", ""), "folder": folder}
     rank_main(seat, worker_type=type("Worker", (kind,), place))
 
 
@@ -148,9 +151,10 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
     options = EngineOptions(
         max_model_len=asked["steps"] + 64,
         max_num_seqs=PROMPTS,
-        micro_batches=1,  # all prompts in every frame
+        micro_batches=asked.get("micro_batches", 1),
         threads=asked.get("threads", 1),
         deadline_s=60,
+        trace_events=asked.get("trace_events", 0),
     )
     layout = plan(
         checkpoint.config,

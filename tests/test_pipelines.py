@@ -13,6 +13,7 @@ from grid import Loaded, baseline, run_cell, the_model, witness
 
 from anyshard.comm.hops import HopTag, open_hop, seal_hop
 from anyshard.comm.link import EmulatedLink, LinkSpec, parse_link, parse_links
+from anyshard.comm.shm import Shm
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.errors import AnyshardError, OptionError, PeerLost
@@ -21,6 +22,7 @@ from anyshard.ledger import StepShape
 from anyshard.request import Request
 from anyshard.verify.cells import BATCH, Cell, first_tokens
 from anyshard.verify.driver import open_group
+from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker
 
 A9 = "adversarial-9-3"
@@ -232,11 +234,49 @@ class OneFrameAhead(Worker):
 
 
 def test_frames_that_are_paired_off_by_one_end_the_epoch_with_both_numbers() -> None:
-    from anyshard.verify.naive import rank_body
-
     model = the_model(A9)
     with pytest.raises(PeerLost, match=r"bytes of frame 1 of epoch 1, rank 0 sent .* of frame 2"):
         run_cell(model, cell(pp=2, batch=1), rank_body=rank_body(OneFrameAhead))
+
+
+def test_a_hop_that_is_damaged_ends_the_run_and_unchecked_gives_another_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, each = the_model(A9), cell(pp=2, batch=1)
+
+    def damage(header: memoryview, payload: np.ndarray, tag: HopTag) -> None:
+        seal_hop(header, payload, tag)
+        payload[3] ^= 1 << 5  # of an exponent
+
+    monkeypatch.setattr("anyshard.comm.shm.seal_hop", damage)
+    with pytest.raises(PeerLost, match="rank 1 has a damaged hop from rank 0, frame 1 of epoch 1"):
+        run_cell(model, each)
+    monkeypatch.setattr("anyshard.comm.hops._checksum", lambda payload, epoch, frame: 0)
+    assert run_cell(model, each).digest != baseline(model, each).digest
+
+
+def test_a_hop_of_an_earlier_epoch_is_dropped_and_let_in_gives_another_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a rank that was stopped, and is not yet dead, sends before the one in its place does."""
+    model, each = the_model(A9), cell(pp=2, batch=1)
+    send = Shm.send
+
+    def twice(comm: Shm, values: np.ndarray) -> None:
+        if comm.tag.frame == 1:
+            comm.tag.epoch -= 1
+            send(comm, np.flip(values).copy())
+            comm.tag.epoch += 1
+        send(comm, values)
+
+    monkeypatch.setattr(Shm, "send", twice)
+    assert run_cell(model, each).digest == baseline(model, each).digest
+
+    def unfenced(header: memoryview, payload: np.ndarray, tag: HopTag, **here: int) -> int:
+        return 0
+
+    monkeypatch.setattr("anyshard.comm.shm.open_hop", unfenced)
+    assert run_cell(model, each).digest != baseline(model, each).digest
 
 
 # --- links --------------------------------------------------------------------------------------

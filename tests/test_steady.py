@@ -32,6 +32,8 @@ LAYOUTS = [
     {"tp": 2, "kv": "int8"},
     {"tp": 2, "pp": 2},
     {"tp": 2, "pp": 3, "wire": "int8"},
+    {"pp": 2, "micro_batches": 3},
+    {"pp": 3, "micro_batches": 3, "wire": "int8", "trace_events": 100},
     {"tp": 2, "kv_shard": "sequence"},
     {"tp": 2, "kv_shard": "sequence", "kv": "int8"},
     {"tp": 3, "kv_shard": "sequence", "arithmetic": "int8", "threads": 2},
@@ -87,8 +89,9 @@ def drift(sizes: list[int]) -> float:
     return max(abs(size - sizes[1]) for size in sizes[1:]) / sizes[1]
 
 
-def test_ten_thousand_steps_leave_memory_as_it_is() -> None:
-    found = steady({"steps": 500, "rounds": 22, "tp": 2})
+@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2, "micro_batches": 3}], ids=str)
+def test_ten_thousand_steps_leave_memory_as_it_is(split: dict[str, Any]) -> None:
+    found = steady({"steps": 500, "rounds": 22, **split})
     assert len(found["ranks"]) == 2
     for sizes in (found["front"], *found["ranks"]):
         assert len(sizes) >= 22  # the first two are what a run takes
