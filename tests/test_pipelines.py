@@ -166,6 +166,14 @@ def test_what_is_cancelled_in_flight_leaves_its_place_to_others(kind: str) -> No
         assert tokens == (alone[index][:2] if index % 3 == 1 else alone[index])
 
 
+def test_a_link_that_holds_messages_for_longer_than_the_deadline_loses_nobody() -> None:
+    link = LinkSpec(delay_s=0.5, rate_bytes_s=10_000)
+    asked = options(links=(link,) * 2, deadline_s=0.4, chunk=32)
+    with engine_of(asked, pp=2, steps=[]) as engine:
+        engine.submit(Request(prompt=tuple(range(1, 40)), max_tokens=2))
+        assert [event.fault for event in engine.run()] == [None, None]
+
+
 def test_prefixes_of_every_length_go_through_stages_alike() -> None:
     model, lengths = the_model(A9), (1, 2, 31, 32, 33, 64, 65, 90)
     found = []

@@ -10,6 +10,7 @@ the rank of the next stage with the same tp_rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -233,9 +234,13 @@ class Comm(Protocol):
         ...
 
 
-def incoming_link(sizes: WireSizes, number: int) -> EmulatedLink | None:
+def incoming_link(
+    sizes: WireSizes, number: int, *, beat: Callable[[], None] = lambda: None
+) -> EmulatedLink | None:
     """The receiver's end of link `number`, if links are emulated."""
-    return EmulatedLink(sizes.links[number], seed=number % sizes.pp) if sizes.links else None
+    if not sizes.links:
+        return None
+    return EmulatedLink(sizes.links[number], seed=number % sizes.pp, beat=beat)
 
 
 def check_floats(num_floats: int, wire_floats: int, capacity_floats: int) -> None:

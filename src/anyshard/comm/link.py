@@ -11,10 +11,12 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
+from anyshard.comm.liveness import SLICE_S
 from anyshard.errors import OptionError
 
 __all__ = ["EmulatedLink", "LinkSpec", "parse_link", "parse_links"]
@@ -48,17 +50,17 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"stalls of {self.stall_s * 1e3:g} ms in {self.stall_share:.3%}")
         return ", ".join(parts)
 
-    @property
-    def longest_s(self) -> float:
-        """The longest that a small message is under way."""
-        return self.delay_s + self.jitter_s + self.stall_s
-
 
 class EmulatedLink:
-    """The receiver's end of a link. The same messages at the same times fare the same."""
+    """The receiver's end of a link. The same messages at the same times fare the same.
 
-    def __init__(self, spec: LinkSpec, *, seed: int) -> None:
-        self.spec = spec
+    beat: a sign of life, given while a message is held back (comm/liveness.py).
+    """
+
+    def __init__(
+        self, spec: LinkSpec, *, seed: int, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self.spec, self._beat = spec, beat
         self._random = random.Random(seed)
         self._free_s = self._last_s = 0.0
 
@@ -76,7 +78,8 @@ class EmulatedLink:
         """Return when a message is there. sent_ns: of time.monotonic_ns, on this host."""
         due = self.due_s(sent_ns * 1e-9, num_bytes)
         while (left := due - time.monotonic()) > 0:
-            time.sleep(left)
+            time.sleep(min(left, SLICE_S))
+            self._beat()
 
 
 def parse_link(text: str, *, name: str = "--emulate-link") -> LinkSpec:

@@ -27,11 +27,11 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from anyshard.comm.region import EpochRegion
 
-__all__ = ["SLICE_S", "STARTUP_S", "Liveness", "Patience", "Vigil", "processor_sign"]
+__all__ = ["SLICE_S", "STARTUP_S", "Liveness", "Patience", "Vigil", "beat_of", "processor_sign"]
 
 SLICE_S = 0.05  # a wait looks for signs of life this often; one that ends sooner costs nothing
 STARTUP_S = 60.0  # silence allowed before a rank's first frame: imports may wait for a slow disk
@@ -48,6 +48,16 @@ def processor_sign(pid: int, thread: int | None = None) -> tuple[int, float]:
         return 0, 0.0
     ticks = int(fields[11]) + int(fields[12])  # of 10 ms
     return ticks, time.monotonic() if fields[0] == b"R" else 0.0
+
+
+def beat_of(region: EpochRegion, rank: int) -> Callable[[], None]:
+    """A sign of life to be given by a rank that neither computes nor waits for another one."""
+    operations = region.status(rank)["operations"].data
+
+    def beat() -> None:
+        operations[0] += 1
+
+    return beat
 
 
 class Patience:

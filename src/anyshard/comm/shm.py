@@ -32,7 +32,7 @@ from anyshard.comm.hops import (
     open_hop,
     seal_hop,
 )
-from anyshard.comm.liveness import SLICE_S, Liveness, Vigil
+from anyshard.comm.liveness import SLICE_S, Liveness, Vigil, beat_of
 from anyshard.comm.region import (
     CHANNEL_EXCHANGES,
     CHANNEL_HOP,
@@ -189,7 +189,8 @@ class Shm:
             )
         if self.stage > 0:
             self._in_ring = self.region.hop_ring(self._previous)
-            self._link = incoming_link(self.region.sizes.wires, self.stage - 1)
+            beat = beat_of(self.region, self.rank)
+            self._link = incoming_link(self.region.sizes.wires, self.stage - 1, beat=beat)
             self._hops = self.signals.waiter(
                 CHANNEL_HOP, receivers=(), senders=[self._previous], spin_us=spin_us
             )

@@ -35,7 +35,7 @@ from anyshard.comm.base import (
     incoming_link,
 )
 from anyshard.comm.hops import HOP_HEADER_BYTES, HopTag, HopTimes, flat_bytes, open_hop, seal_hop
-from anyshard.comm.liveness import Liveness
+from anyshard.comm.liveness import Liveness, beat_of
 from anyshard.comm.region import EpochRegion
 from anyshard.errors import PeerLost
 
@@ -177,7 +177,8 @@ class Torch:
         self.tag, self.times = HopTag(region.epoch), HopTimes()
         self._out = _Ring(sizes) if self.stage + 1 < self.pp else None
         self._in = _Ring(sizes) if self.stage else None
-        self._link = incoming_link(sizes, self.stage - 1) if self.stage else None
+        beat = beat_of(region, rank)
+        self._link = incoming_link(sizes, self.stage - 1, beat=beat) if self.stage else None
         for slot in range(sizes.hop_depth if self._in else 0):
             self._post_receive(slot)
 
