@@ -20,7 +20,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import hf
@@ -33,8 +33,9 @@ from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup, fork_launcher
 from anyshard.layout import plan
 from anyshard.request import Request
-from anyshard.schedule import ScheduleKind
+from anyshard.schedule import ScheduleKind, bubble_ratio
 from anyshard.tokenizer import open_tokenizer
+from anyshard.trace import bubble
 from anyshard.worker import rank_main
 
 NEW: Final = 48  # tokens of an answer
@@ -119,6 +120,8 @@ ASKED: Final = (
     ("decode of 8 sequences, EMULATED hops of 10 ms", 2, 3, 3.0),
     ("prefill of 512, EMULATED hops of 4 Mbit/s", 1, 0, 2.0),
 )
+BUBBLE: Final = (4, 64)  # chunks of a prompt, rows of each
+OF_THE_SLOTS: Final = 0.05
 OF_THE_GAIN: Final = 0.9  # of the gain of two threads over one, in prefill
 
 
@@ -182,6 +185,37 @@ class Bench:
         engine.close()
         return rate, [answers[key] for key in sorted(answers)]
 
+    def bubble(self) -> float:
+        """Measured share of idle time of fill-drain, 2 stages and 4 chunks of a prompt."""
+        self.epoch += 1
+        many, rows = BUBBLE
+        engine = Engine(
+            self.group,
+            self.config,
+            self.profile,
+            plan(self.config, layers=(15, 15), leaf=self.profile.leaf),
+            EngineOptions(
+                threads=1,
+                chunk=rows,
+                max_num_seqs=1,
+                max_model_len=many * rows + 1,
+                schedule="fill-drain",
+                micro_batches=many,
+                trace_events=1 << 10,
+            ),
+            cores=len(os.sched_getaffinity(0)),
+            epoch=self.epoch,
+        )
+        for _ in range(2):  # the first one touches memory that is new
+            engine.submit(Request(prompt=tuple(self.tokens[: many * rows]), max_tokens=1))
+            assert all(event.token is not None for event in engine.run())
+        run = engine.traced("fill-drain")
+        engine.close()
+        ranks = tuple(
+            replace(rank, events=rank.events[rank.events["frame"] > many]) for rank in run.ranks
+        )
+        return bubble(replace(run, ranks=ranks))
+
     def _submit(
         self, engine: Engine, arm: Arm, index: int, new: int, answers: dict[int, list[int]]
     ) -> None:
@@ -205,7 +239,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=64, help="rows of the prompt in a step")
     asked = parser.parse_args()
     load, benches = os.getloadavg()[0], {wire: Bench(wire) for wire in WIRES}
-    tasks = arms(asked.chunk)
+    tasks, bubbles = arms(asked.chunk), list[float]()
     try:
         for number in range(asked.rounds + 1):
             for task, each in tasks.items():
@@ -217,11 +251,12 @@ def main() -> None:
                     assert same, f"{task}: {arm.name} differs"
                     if number:
                         arm.rates.append(rate)
+            bubbles += [benches["none"].bubble()] if number else []
             print(f"round {number} of {asked.rounds}", file=sys.stderr)
     finally:
         for bench in benches.values():
             bench.group.close()
-    report(tasks, asked, load, benches["none"].body)
+    report(tasks, bubbles, asked, load, benches["none"].body)
 
 
 def ratio(one: Arm, other: Arm) -> dict[str, float]:
@@ -229,7 +264,13 @@ def ratio(one: Arm, other: Arm) -> dict[str, float]:
     return hf.spread([a / b for a, b in zip(one.rates, other.rates, strict=True)])
 
 
-def report(tasks: dict[str, list[Arm]], asked: argparse.Namespace, load: float, body: str) -> None:
+def report(
+    tasks: dict[str, list[Arm]],
+    bubbles: list[float],
+    asked: argparse.Namespace,
+    load: float,
+    body: str,
+) -> None:
     """The tables, and exit 4 for what is missed."""
     lines = ["| SmolLM2-135M, int8 weights | | tok/s |", "| --- | --- | --- |"]
     for task, each in tasks.items():
@@ -248,6 +289,12 @@ def report(tasks: dict[str, list[Arm]], asked: argparse.Namespace, load: float, 
     for row in rows:
         lines.append(f"| {row['name']} | {hf.shown(row, '.2f')} | {row['asked']:g} |")
         missed += [row["name"]] if row["median"] < row["asked"] else []
+    counted = float(bubble_ratio(2, BUBBLE[0]))
+    shown = hf.shown(hf.spread([100 * each for each in bubbles]), ".1f")
+    lines += ["", f"fill-drain of 2 stages and {BUBBLE[0]} chunks idles {shown} % by the trace, "]
+    lines[-1] += f"{100 * counted:.1f} % by its slots; at most {100 * OF_THE_SLOTS:g} points apart"
+    if abs(hf.spread(bubbles)["median"] - counted) > OF_THE_SLOTS:
+        missed.append("the bubble")
     where = hf.machine([], load) | {"body": body}
     command = "python benchmarks/pipelines.py"
     print("\n".join(lines))
