@@ -31,7 +31,7 @@ import numpy as np
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.base import ExchangeSpec, WireSizes
 from anyshard.comm.control import ROW, ControlSizes
-from anyshard.engine import SPIN_US
+from anyshard.epoch import SPIN_US
 from anyshard.launcher import EpochSizes, Progress, Seat, Start, fork_launcher
 from anyshard.tokenizer import open_tokenizer
 from anyshard.walk import Gathering, walks

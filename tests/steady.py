@@ -132,7 +132,10 @@ def main(seat: Any, *, asked: dict[str, Any], folder: Path) -> None:
     """A rank."""
     kind: Any = Grown if "rounds" in asked else Watched
     rows = PROMPTS // asked.get("micro_batches", 1)
-    place = {"rows": rows, "steps": asked["steps"], "leak": asked.get("leak", ""), "folder": folder}
+    steps = asked["steps"]
+    if "rounds" in asked:  # frames of a round, about
+        steps *= asked.get("micro_batches", 1)
+    place = {"rows": rows, "steps": steps, "leak": asked.get("leak", ""), "folder": folder}
     rank_main(seat, worker_type=type("Worker", (kind,), place))
 
 

@@ -28,8 +28,8 @@ __all__ = ["Player", "Recorder", "read_answers", "write_calls"]
 
 MAGIC = b"anyshard calls 1"
 OPS = (
-    "Attention", "AttentionStates", "Digest", "DigestKv", "Embed", "GateUp", "Head", "MergeStates",
-    "Qkv", "Reduce", "RowLinear",
+    "Attention", "AttentionStates", "DecodeWire", "Digest", "DigestKv", "Embed", "GateUp", "Head",
+    "MergeStates", "Qkv", "Reduce", "RoundWire", "RowLinear",
 )  # fmt: skip
 FUNCTIONS = ("argmax", "digest_panels", "exp_into", "gumbel_argmax", "pack_panels")
 OF_POOL = ("digest_panels", "pack_panels")  # functions whose first argument is the pool

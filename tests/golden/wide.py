@@ -25,6 +25,7 @@ from golden.make import (
     raw_blocks,
     zeros,
 )
+from golden.wire import wires
 from numpy.typing import NDArray
 
 from anyshard.checkpoint.widen import BLOCK
@@ -404,6 +405,11 @@ def hashes(module: Any, pool: Any) -> Found:
     return found
 
 
+def many_wires(module: Any, pool: Any) -> dict[str, NDArray[Any]]:
+    """Rows as int8 wires carry them, of every tail of a block."""
+    return wires(module, pool, widths=(*range(1, 41), 63, 64, 65, 97, 576), rows=5)
+
+
 SETS = {
     "attention": attentions,
     "digest": hashes,
@@ -420,4 +426,5 @@ SETS = {
     "reduce": reduces,
     "split_sequences": split_sequences,
     "subnormals": subnormals,
+    "wires": many_wires,
 }

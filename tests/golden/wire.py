@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from golden.make import HERE, PROFILE_KEY, Vectors, hashed, texts
+from numpy.typing import NDArray
 
 from anyshard.config import Profile
 from anyshard.ops import reference
 from anyshard.ops.coefficients import constants_sha256
 from anyshard.ops.wire import wire_row_bytes
 
+Found = dict[str, NDArray[Any]]
 PATH = HERE / "wire_int8.json"
 WIDTHS = (31, 33, 72)
 
@@ -29,19 +32,24 @@ def profile_sha256() -> str:
     return Profile(constants_sha256=constants_sha256(), wire="int8").sha256()
 
 
-def vectors(module: Any, pool: Any) -> Vectors:
+def wires(module: Any, pool: Any, widths: Iterable[int] = WIDTHS, rows: int = 3) -> Found:
     """Rows before, after and on the wire, and what comes out of it."""
-    found: dict[str, Any] = {}
-    for width in WIDTHS:
-        x = hashed(width, 3, width, binades=4)
-        x[1] *= np.float32(2.0**-22)  # scales that are subnormal in float16
+    found: Found = {}
+    for width in widths:
+        x = hashed(width, rows, width, binades=4)
+        x[1::2] *= np.float32(2.0**-22)  # scales that are subnormal in float16
         found[f"x_{width}"] = x.copy()
-        wire = np.zeros((3, wire_row_bytes("int8", width)), np.uint8)
-        module.RoundWire(pool, x, wire).run(3)
+        wire = np.zeros((rows, wire_row_bytes("int8", width)), np.uint8)
+        module.RoundWire(pool, x, wire).run(rows)
         out = np.zeros_like(x)
-        module.DecodeWire(pool, wire, out).run(3)
+        module.DecodeWire(pool, wire, out).run(rows)
         found |= {f"rounded_{width}": x, f"wire_{width}": wire, f"decoded_{width}": out}
-    return texts(found)
+    return found
+
+
+def vectors(module: Any, pool: Any) -> Vectors:
+    """The same as the file has it."""
+    return texts(wires(module, pool))
 
 
 def stored() -> Vectors:

@@ -21,6 +21,7 @@
 #include "digest_op.h"
 #include "ops.h"
 #include "pack.h"
+#include "wire_op.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -237,6 +238,12 @@ Best run(Call& call, Pool& pool) {
     exponentials(call, pool.kernels());
   } else if (name == "Embed") {
     Embed op{pool, c.object(), c.integer(), c.object(), c.object()};
+    op.run(c.small());
+  } else if (name == "RoundWire") {
+    RoundWire op{pool, c.object(), c.object()};
+    op.run(c.small());
+  } else if (name == "DecodeWire") {
+    DecodeWire op{pool, c.object(), c.object()};
     op.run(c.small());
   } else if (name == "Qkv") {
     const Qkv::Arguments arguments{c.object(), c.object(), c.real(),   c.object(), c.object(),
