@@ -160,7 +160,9 @@ def test_frames_that_are_under_way_together_keep_their_faults_apart(model: Serve
     for many in (1, 2, 3, 5):
         first, second, third = run(model, prompts, pp=pp, chunk=11, micro_batches=many)
         assert [event.fault for event in second] == [NAME_OF[EARLY]]
-        assert [event.fault for event in first] == [NAME_OF[LATE]] or many < 3
+        (failed,) = first
+        assert failed.token is None
+        assert failed.fault in ([NAME_OF[LATE]] if many > 2 else NAME_OF.values())
         assert bits(third) == bits(fine)
 
 

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from grid import Loaded, baseline, run_cell, the_model, witness
 
-from anyshard.comm.hops import HopTag, open_hop, seal_hop
+from anyshard.comm.hops import HOP_HEADER_BYTES, HopTag, open_hop, seal_hop
 from anyshard.comm.link import EmulatedLink, LinkSpec, parse_link, parse_links
+from anyshard.comm.region import RegionLayout
 from anyshard.comm.shm import Shm
 from anyshard.engine import Engine
-from anyshard.epoch import EngineOptions
+from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import AnyshardError, OptionError, PeerLost
 from anyshard.layout import plan
 from anyshard.ledger import StepShape
+from anyshard.model import program
 from anyshard.request import Request
+from anyshard.schedule import MOST_MICRO_BATCHES
 from anyshard.verify.cells import BATCH, Cell, first_tokens
 from anyshard.verify.driver import open_group
 from anyshard.verify.naive import rank_body
@@ -157,13 +160,24 @@ def test_what_is_cancelled_in_flight_leaves_its_place_to_others(kind: str) -> No
         for index in range(12):
             engine.submit(Request(prompt=tuple(range(index + 1, index + 30)), max_tokens=6))
         got: dict[int, list[int | None]] = {index: [] for index in range(12)}
-        for event in engine.run():
+        orphans: set[int] = set()
+
+        def cancel(done: int, total: int) -> None:
+            """Those with rows under way that have no token yet."""
+            for flight in engine._in_flight:
+                under_way = {flight.sequences[row.slot].request_id for row in flight.tick.rows}
+                for request_id in under_way:
+                    if request_id % 3 == 1 and not got[request_id]:
+                        orphans.add(request_id)
+                        engine.cancel(request_id)
+
+        for event in engine.run(cancel):
             got[event.request_id].append(event.token)
-            if event.request_id % 3 == 1 and len(got[event.request_id]) == 2:
-                engine.cancel(event.request_id)
         assert not engine.batch.running and len(engine.batch.free_slots) == 4
+    assert len(orphans) > 1
     for index, tokens in got.items():
-        assert tokens == (alone[index][:2] if index % 3 == 1 else alone[index])
+        assert tokens == (alone[index][: len(tokens)] if index in orphans else alone[index])
+        assert index not in orphans or len(tokens) < 2
 
 
 def test_a_link_that_holds_messages_for_longer_than_the_deadline_loses_nobody() -> None:
@@ -184,6 +198,17 @@ def test_prefixes_of_every_length_go_through_stages_alike() -> None:
         finally:
             group.close()
     assert found[0] == found[1] and None not in found[0]
+
+
+@pytest.mark.parametrize("kind", ["continuous", "fill-drain"])
+def test_more_stages_than_micro_batches_can_be_numbered_still_run(kind: str) -> None:
+    model = the_model(A9)
+    deep = replace(model.config, num_layers=40)
+    layout = plan(deep, pp=40, leaf=model.profile.leaf)
+    parts = [program(deep, model.profile, layout, rank) for rank in range(layout.world)]
+    epoch = plan_epoch(parts, options(schedule=kind), body="scalar", threads=1, spin=False)
+    assert epoch.schedule.micro_batches == MOST_MICRO_BATCHES
+    assert RegionLayout.of(epoch.sizes).total_bytes > 0
 
 
 # --- hops ---------------------------------------------------------------------------------------
@@ -222,16 +247,28 @@ def test_a_hop_that_is_another_is_refused_with_both_values(
         open_hop(header, values, tag, num_bytes=num_bytes, here=1, sender=0)
 
 
-@pytest.mark.parametrize("place", range(0, 24, 5))
-def test_every_byte_of_a_hop_counts(place: int) -> None:
+def test_every_byte_of_a_hop_counts() -> None:
     values = np.arange(24, dtype=np.uint8)
     header = message(values, HopTag(epoch=5, frame=9))
-    values[place] ^= 64
-    with pytest.raises(AnyshardError, match=r"checksum is 0x\w{8}, its header says 0x\w{8}"):
-        open_hop(header, values, HopTag(5, 9), num_bytes=24, here=1, sender=0)
-    header[0] ^= 1
-    with pytest.raises(AnyshardError, match=r"begins with 0x\w{8}, not 0x31504f48"):
-        open_hop(header, values, HopTag(5, 9), num_bytes=24, here=1, sender=0)
+    here = {"num_bytes": 24, "here": 1, "sender": 0}
+    said = {
+        range(4): r"begins with 0x\w{8}, not 0x31504f48",
+        range(4, 8): r"checksum is 0x\w{8}, its header says 0x\w{8}",
+        range(8, 32): "rank 1 expects 24 bytes of frame 9 of epoch 5, rank 0 sent",
+        range(32, HOP_HEADER_BYTES): r"checksum is 0x\w{8}, its header says",
+    }
+    for places, words in said.items():
+        for place in places:
+            header[place] ^= 64
+            with pytest.raises(AnyshardError, match=words):
+                open_hop(header, values, HopTag(5, 9), **here)
+            header[place] ^= 64
+    for place in range(24):
+        values[place] ^= 64
+        with pytest.raises(AnyshardError, match="damaged hop from rank 0, frame 9 of epoch 5"):
+            open_hop(header, values, HopTag(5, 9), **here)
+        values[place] ^= 64
+    assert open_hop(header, values, HopTag(5, 9), **here) is not None
 
 
 class OneFrameAhead(Worker):
@@ -259,7 +296,7 @@ def test_a_hop_that_is_damaged_ends_the_run_and_unchecked_gives_another_answer(
     monkeypatch.setattr("anyshard.comm.shm.seal_hop", damage)
     with pytest.raises(PeerLost, match="rank 1 has a damaged hop from rank 0, frame 1 of epoch 1"):
         run_cell(model, each)
-    monkeypatch.setattr("anyshard.comm.hops._checksum", lambda payload, epoch, frame: 0)
+    monkeypatch.setattr("anyshard.comm.hops._checksum", lambda header, payload: 0)
     assert run_cell(model, each).digest != baseline(model, each).digest
 
 
@@ -297,10 +334,12 @@ def test_a_link_is_as_slow_as_it_says_and_keeps_the_order() -> None:
     assert link.due_s(5.05, 100) == pytest.approx(5.21, abs=1e-12)
     assert link.due_s(9.0, 0) == pytest.approx(9.01, abs=1e-12)
     wild = [EmulatedLink(WILD, seed=3) for _ in range(2)]
-    times = [[each.due_s(n * 1e-3, 10) for n in range(2000)] for each in wild]
+    times = [[each.due_s(n * 0.1, 10) for n in range(2000)] for each in wild]
     assert times[0] == times[1] == sorted(times[0])
-    late = np.diff([0.0, *times[0]])
-    assert np.mean(late > 0.02) * 1.0 + 0.01 > 0.01 and max(times[0]) > 2.0
+    late = np.array(times[0]) - np.arange(2000) * 0.1  # nothing is held up by the one before
+    stalled = late > 0.02
+    assert 20 <= stalled.sum() <= 60, "one in fifty"
+    assert late[stalled].min() >= 0.03 and 0.0035 < late[~stalled].max() <= 0.004
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def request(prompt: Sequence[int], *, prompt_logits: int = 0) -> Request:
     )
 
 
-SPLITS = [(1, 1, 64), (1, 1, 1), (1, 1, 7), (3, 1, 5), (2, 3, 64)]
+SPLITS = [(1, 1, 64), (1, 1, 1), (1, 1, 7), (3, 1, 5), (2, 3, 64), (1, 2, 8), (1, 3, 4), (2, 2, 1)]
 
 
 @pytest.mark.parametrize(("tp", "pp", "chunk"), SPLITS)

@@ -25,7 +25,13 @@ LENGTH = 160
 
 @contextmanager
 def engine_of(
-    model: Loaded, *, tp: int = 1, pp: int = 1, kv_shard: KvShard = "heads", slots: int = 2
+    model: Loaded,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    kv_shard: KvShard = "heads",
+    slots: int = 2,
+    chunk: int = 48,
 ) -> Iterator[Engine]:
     served = model.served
     group = open_group(served, forked=False)
@@ -38,7 +44,7 @@ def engine_of(
             EngineOptions(
                 comm="threads",
                 threads=1,
-                chunk=48,
+                chunk=chunk,
                 max_num_seqs=slots,
                 max_model_len=LENGTH,
                 deadline_s=60.0,
@@ -154,6 +160,32 @@ def test_an_ended_session_is_computed_again() -> None:
         engine.end_session(1)
         assert not engine.batch.resting and len(engine.batch.free_slots) == 2
         assert answer(engine, request(model.prompt[:40], session=1))[2] == 40
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_session_that_was_cancelled_while_chunks_were_under_way_goes_on_from_what_is_certain(
+    pp: int,
+) -> None:
+    model = the_model(NAME)
+    prompt = model.prompt[:90]
+    with engine_of(model) as engine:
+        fresh = answer(engine, request(prompt, session=None))
+    with engine_of(model, pp=pp, chunk=16) as engine:
+        first = engine.submit(request(prompt, session=1))
+        under_way: list[int] = []
+
+        def cancel(done: int, total: int) -> None:
+            if not under_way:
+                rows = [row.position for each in engine._in_flight for row in each.tick.rows]
+                under_way.extend(rows)
+                engine.cancel(first)
+
+        assert list(engine.run(cancel)) == []
+        (rests,) = engine.batch.resting
+        assert rests.computed == 16
+        got = answer(engine, request(prompt, session=1))
+        assert got[:2] == fresh[:2] and got[2] == 90 - rests.computed
+    assert bool(under_way) == (pp > 1)
 
 
 def test_a_session_that_failed_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,10 +83,31 @@ def test_the_stage_that_takes_longest_sets_the_pace_and_a_better_cut_is_named() 
     assert found.stage_s == pytest.approx(200e-6) and found.frame_s == pytest.approx(300e-6)
     # 500 us in 30 layers, 100 in the head: 16.67 a layer, the head is 6 of them
     assert found.layers == (18, 12) and found.gain == pytest.approx(400 / 300)
-    assert pace(replace(small(), layers=(18, 12), cuts=(18,))) is not None
+    best = pace(replace(small(), layers=(18, 12), cuts=(18,)))
+    assert best is not None and best.layers == (18, 12) and best.gain == 1
     wired = pace(replace(small(), cuts=wire_boundaries("int8", 30)))
     assert wired is not None and wired.layers == (19, 11), "18 is no boundary of an int8 wire"
     assert pace(Run("one", (small().ranks[0],), (30,))) is None
+
+
+def test_a_stage_that_is_slow_though_the_cut_is_even_gains_nothing_by_another() -> None:
+    slow = rank_of(0, 0, ("compute", 0, 200, 1), ("compute", 200, 400, 2))
+    fast = rank_of(1, 1, ("compute", 200, 300, 1), ("compute", 400, 500, 2))
+    found = pace(Run("uneven machines", (slow, fast), (15, 15)))
+    assert found is not None and (found.stage, found.layers, found.gain) == (0, (15, 15), 1)
+
+
+def test_what_a_rank_has_lost_is_no_idleness() -> None:
+    """Two stages that are always busy, of which one kept the last frames only."""
+    first = rank_of(0, 0, *(("compute", n * 100, n * 100 + 100, n + 1) for n in range(20)))
+    second = rank_of(
+        1, 1, *(("compute", n * 100, n * 100 + 100, n) for n in range(15, 21)), lost=90
+    )
+    run = Run("long", (first, second), (15, 15))
+    assert span_ns(run) == (1_500_000, 2_100_000)
+    assert [share.busy for share in shares(run)] == pytest.approx([5 / 6, 1])
+    found = pace(run)
+    assert found is not None and found.gain == 1 and found.stage_s == pytest.approx(100e-6)
 
 
 def by_trial(layers: int, stages: int, head: float, cuts: list[int] | None) -> float:
@@ -171,6 +192,12 @@ DAMAGED = {
     "no ranks": (damaged(lambda w: w["otherData"]["runs"][0].update(ranks=[])), "of no stage"),
     "a stage too many": (
         damaged(lambda w: w["otherData"]["runs"][0].update(layers=[30])), "of no stage"
+    ),
+    "a stage without a rank": (
+        damaged(lambda w: w["otherData"]["runs"][0].update(layers=[10, 10, 10])), "or a stage has"
+    ),
+    "a stage without a layer": (
+        damaged(lambda w: w["otherData"]["runs"][0].update(layers=[30, 0])), "has no layer"
     ),
     "cuts that are none": (
         damaged(lambda w: w["otherData"]["runs"][0].update(cuts=[30])), "stages cannot be cut so"
@@ -258,7 +285,7 @@ def test_a_real_run_is_covered_without_overlap_and_counts_what_the_ledger_says(p
         assert 0 < share.busy < 1 and min(vars(share).values()) >= 0
 
 
-def test_a_slow_link_shows_as_wire_and_a_slow_stage_as_upstream() -> None:
+def test_a_slow_link_shows_as_wire() -> None:
     slow = traced(2, chunk=64, links=(LinkSpec(delay_s=0.02),) * 2)
     wire = shares(slow)[1].wire
     assert wire > 0.2 and shares(slow)[0].wire == 0

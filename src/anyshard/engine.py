@@ -224,7 +224,7 @@ class Engine:
         self._cancelled: set[int] = set()
         rows_max = self.limits.rows_max
         self._log = DigestLog(self.programs, rows_max=rows_max) if options.record else None
-        self._uncollected: tuple[_Flight, Result] | None = None
+        self._uncollected: tuple[_Flight, Result, frozenset[int]] | None = None
         self._slot = 0  # of the schedule's first stage, which comes next
         self._in_flight: deque[_Flight] = deque()
         self._result_at = 0.0  # when the last one was read
@@ -367,6 +367,7 @@ class Engine:
         if not self._cancelled:
             return
         gone = frozenset(s.slot for s in self.batch.running if s.request_id in self._cancelled)
+        self.batch = replace(self.batch, running=tuple(map(self._settled, self.batch.running)))
         waiting = tuple(w for w in self.batch.waiting if w[0] not in self._cancelled)
         self.batch = apply(replace(self.batch, waiting=waiting), {}, gone)
         if self._queue and max(self._cancelled) >= self._queue[0][0]:  # ids grow along the queue
@@ -374,6 +375,19 @@ class Engine:
             self._queue = deque(kept)
             self._queued_tokens = sum(len(request.prompt) for _, request in kept)
         self._cancelled.clear()
+
+    def _settled(self, sequence: Sequence) -> Sequence:
+        """A cancelled one without the rows that are under way: what they store may yet fail, and a
+        session goes on from what it has stored."""
+        if sequence.request_id not in self._cancelled:
+            return sequence
+        under_way = [
+            row.position
+            for flight in self._in_flight
+            for row in flight.tick.rows
+            if flight.sequences[row.slot].request_id == sequence.request_id
+        ]
+        return replace(sequence, computed=min([sequence.computed, *under_way]))
 
     def _send(self, tick: Tick) -> None:
         """Give a tick to the ranks."""
@@ -402,7 +416,8 @@ class Engine:
         self._in_flight.popleft()
         if self._log is not None:
             self._collect_digests()
-            self._uncollected = (flight, result)
+            running = frozenset(s.request_id for s in self.batch.running)
+            self._uncollected = (flight, result, running)
             if any(result.faults):
                 rows = len(flight.tick.rows)
                 codes = self._log.faults(self.control.wait_digests(flight.frame, rows))
@@ -415,9 +430,9 @@ class Engine:
         """Take the last result's digests into the log: while the next frames run, which leave their
         slot alone, or when somebody asks for them."""
         if self._log is not None and self._uncollected is not None:
-            flight, result = self._uncollected
+            flight, result, running = self._uncollected
             parts = self.control.wait_digests(result.sequence, len(flight.tick.rows))
-            self._log.add(_recorded_rows(flight, result), parts)
+            self._log.add(_recorded_rows(flight, result, running), parts)
             self._uncollected = None
 
     def _frame(
@@ -514,8 +529,9 @@ def _prompt_rows(flight: _Flight) -> int:
     return sum(row.position < prompts[row.slot] for row in flight.tick.rows)
 
 
-def _recorded_rows(flight: _Flight, result: Result) -> list[RecordedRow]:
-    """The rows of a frame as the log wants them."""
+def _recorded_rows(flight: _Flight, result: Result, running: frozenset[int]) -> list[RecordedRow]:
+    """The rows of a frame as the log wants them; of requests that no longer ran when its result
+    came nothing is kept."""
     rows, by_slot = flight.tick.rows, flight.sequences
     failed: dict[int, int] = {}  # slot to its first position that failed
     for row, fault in zip(rows, result.faults, strict=True):
@@ -526,10 +542,11 @@ def _recorded_rows(flight: _Flight, result: Result) -> list[RecordedRow]:
             by_slot[row.slot].request_id,
             row.position,
             row.through_head,
-            by_slot[row.slot].emitted if row.sample else None,
-            is_kept=row.position < failed.get(row.slot, row.position + 1),
+            by_slot[row.slot].emitted if row.sample and ran else None,
+            is_kept=ran and row.position < failed.get(row.slot, row.position + 1),
         )
         for row in rows
+        for ran in (by_slot[row.slot].request_id in running,)
     ]
 
 

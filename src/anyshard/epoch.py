@@ -20,7 +20,7 @@ from anyshard.layout import Layout
 from anyshard.model import Program
 from anyshard.ops import Body, KernelChoice
 from anyshard.pages import pages_for
-from anyshard.schedule import SCHEDULES, Schedule, ScheduleKind
+from anyshard.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule, ScheduleKind
 from anyshard.worker import RankPlan, note_bytes, wire_sizes
 
 __all__ = ["EngineOptions", "EpochPlan", "default_chunk", "plan_epoch"]
@@ -41,10 +41,10 @@ class EngineOptions:
     threads None: cores divided by local ranks. kv_pages: most pages for keys and values; else what
     max_num_seqs sequences of max_model_len tokens take. deadline_s bounds every wait for a rank.
     schedule, micro_batches: how sequences take turns in a pipeline (`schedule.py`); None: as many
-    micro-batches as stages. links: emulated ones (`comm.base.WireSizes`). prompt_logits: most that
-    the requests in flight ask for together. record: keep digests of what every op writes, for
-    `Engine.digests`. trace_events: last events kept of each rank, for `Engine.traced`. capture:
-    what ranks copy to be looked at (`capture.py`).
+    micro-batches as stages, 30 at most. links: emulated ones (`comm.base.WireSizes`).
+    prompt_logits: most that the requests in flight ask for together. record: keep digests of what
+    every op writes, for `Engine.digests`. trace_events: last events kept of each rank, for
+    `Engine.traced`. capture: what ranks copy to be looked at (`capture.py`).
     """
 
     kernels: KernelChoice = "auto"
@@ -90,7 +90,8 @@ def plan_epoch(
     pages = options.page_order or range(most)
     rows_max = options.chunk + slots
     make = SCHEDULES[options.schedule]
-    schedule = make(layout.pp, options.micro_batches or layout.pp, rows_max=rows_max)
+    many = options.micro_batches or min(layout.pp, MOST_MICRO_BATCHES)
+    schedule = make(layout.pp, many, rows_max=rows_max)
     limits = Limits(
         rows_max=rows_max,
         chunk=options.chunk,

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Final, Literal
 
 __all__ = [
+    "MOST_MICRO_BATCHES",
     "SCHEDULES",
     "Schedule",
     "ScheduleKind",
@@ -34,6 +35,7 @@ __all__ = [
     "simulate",
 ]
 
+MOST_MICRO_BATCHES: Final = 30  #: in a schedule that is run: frames under way are numbered so far
 ScheduleKind = Literal["continuous", "fill-drain"]  # those that an executor runs
 
 

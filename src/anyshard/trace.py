@@ -119,12 +119,15 @@ class Pace:
 
 
 def span_ns(run: Run) -> tuple[int, int]:
-    """From the first thing that a rank did to the last; (0, 0) without any."""
+    """From the first thing that a rank did to the last, as far back as the events of all ranks go;
+    (0, 0) without any."""
     some = [rank.events[rank.events["kind"] != KINDS.index("idle")] for rank in run.ranks]
     some = [events for events in some if len(events)]
     if not some:
         return 0, 0
-    return min(int(e["start"].min()) for e in some), max(int(e["stop"].max()) for e in some)
+    begun = [int(rank.events["start"][0]) for rank in run.ranks if rank.lost and len(rank.events)]
+    start = max([min(int(events["start"].min()) for events in some), *begun])
+    return start, max(start, *(int(events["stop"].max()) for events in some))
 
 
 def _total_ns(events: Events, kinds: Sequence[EventKind], start: int, stop: int) -> int:
@@ -165,12 +168,15 @@ def pace(run: Run) -> Pace | None:
     if stages < 2:
         return None
     spent = [(0, 0)] * stages  # in layers, in the head; the slowest rank of a stage
-    frames = max(1, max(len(np.unique(rank.events["frame"])) for rank in run.ranks))
+    start, stop = span_ns(run)
+    ran = [set(rank.events["frame"][rank.events["kind"] == 0].tolist()) for rank in run.ranks]
+    common = sorted(set.intersection(*ran))
+    frames = max(1, len(common))
     for rank in run.ranks:
-        start, stop = span_ns(run)
+        events = rank.events[np.isin(rank.events["frame"], common)]
         mine = (
-            _total_ns(rank.events, ("compute",), start, stop),
-            _total_ns(rank.events, ("head",), start, stop),
+            _total_ns(events, ("compute",), start, stop),
+            _total_ns(events, ("head",), start, stop),
         )
         spent[rank.stage] = max(spent[rank.stage], mine, key=lambda pair: pair[0] + pair[1])
     total, head = sum(layers for layers, _ in spent), spent[-1][1]
@@ -182,7 +188,7 @@ def pace(run: Run) -> Pace | None:
     )
     fastest = _slowest_s(best, layer, head)
     gain = max(times) / fastest if fastest else 1.0
-    if gain < 1.02:  # the noise of a run
+    if best == run.layers or gain < 1.02:  # the noise of a run
         best, gain = run.layers, 1.0
     return Pace(slowest, times[slowest] / frames * 1e-9, sum(times) / frames * 1e-9, best, gain)
 
@@ -367,8 +373,10 @@ def _run_of(
     cuts = tuple(int(place) for place in about["cuts"])
     if cuts and (len(set(cuts)) < len(layers) - 1 or not 0 < min(cuts) <= max(cuts) < sum(layers)):
         raise ValueError("stages cannot be cut so")
-    if not ranks or any(not 0 <= rank.stage < len(layers) for rank in ranks):
-        raise ValueError("a rank is of no stage")
+    if not ranks or {rank.stage for rank in ranks} != set(range(len(layers))):
+        raise ValueError("a rank is of no stage, or a stage has none")
+    if min(layers) < 1:
+        raise ValueError("a stage has no layer")
     if about["schedule"] not in SCHEDULES or not 1 <= about["micro_batches"] <= 1 << 16:
         raise ValueError("the schedule is none")
     return Run(

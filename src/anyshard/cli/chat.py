@@ -19,7 +19,14 @@ from cyclopts import Parameter
 
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
 from anyshard.cli.flags import SamplingFlags, SplitFlags, Text
-from anyshard.cli.running import Loading, open_model, rank_group, start_engine, wait_loaded
+from anyshard.cli.running import (
+    Loading,
+    emulated_text,
+    open_model,
+    rank_group,
+    start_engine,
+    wait_loaded,
+)
 from anyshard.cli.screen import Bar, Lines, tell
 from anyshard.errors import OptionError, PeerLost, UserError
 
@@ -141,7 +148,9 @@ class _Chat:
     def _talk(self) -> int:
         lines = Lines("> ")
         if lines.is_terminal:
-            _note(f"{self.engine.layout.describe()} · room for {self.limit} tokens · /help")
+            links = emulated_text(self.engine.options.links)
+            room = f"room for {self.limit} tokens"
+            _note(f"{links}{self.engine.layout.describe()} · {room} · /help")
         leaving = False
         while True:
             try:

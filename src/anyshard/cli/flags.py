@@ -22,6 +22,7 @@ from anyshard.comm.link import LinkSpec, parse_link, parse_links
 from anyshard.config import KvType, WireType
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
+from anyshard.schedule import MOST_MICRO_BATCHES
 
 __all__ = [
     "BenchFlags",
@@ -35,7 +36,6 @@ __all__ = [
 
 
 MAX_PROMPTS_BYTES = 1 << 26
-MOST_MICRO_BATCHES = 30  # frames in flight are at most 32 (comm/region.py)
 NUMBER = re.compile(r"[-+]?[0-9]{1,18}")  # int() takes digits of every script
 
 

@@ -227,6 +227,7 @@ def open_model(
     arithmetic = checkpoint.arithmetic(flags.quantization)
     profile = profile_of(arithmetic, flags.kv, flags.wire)
     layout = layout_of(checkpoint.config, profile, flags)
+    flags.links(layout.pp)  # raises what would otherwise be said after loading
     programs = tuple(
         program(checkpoint.config, profile, layout, rank) for rank in range(layout.world)
     )
@@ -426,7 +427,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
     """Start ranks for sequences of `limit` tokens, once the weights are loaded."""
     from anyshard.engine import Engine
     from anyshard.epoch import EngineOptions
-    from anyshard.schedule import continuous, idle_share
+    from anyshard.schedule import SCHEDULES, idle_share
 
     opened = loading.opened.for_tokens(limit)
     flags, layout = opened.flags, opened.layout
@@ -467,12 +468,13 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
             "take turns; that may cost speed, not bits",
             file=sys.stderr,
         )
-    if opened.num_seqs < layout.pp:
-        idle = idle_share(continuous(layout.pp, opened.num_seqs))
+    many = min(opened.num_seqs, engine.schedule.micro_batches)
+    if many < layout.pp:
+        idle = idle_share(SCHEDULES[flags.schedule](layout.pp, many))
         print(
-            f"note: {opened.num_seqs} of {layout.pp} stages work at a time while tokens are drawn, "
-            f"since each waits for the one before: {float(idle):.0%} idle; {layout.pp} prompts at "
-            "once would fill them",
+            f"note: {many} of {layout.pp} stages work at a time while tokens are drawn, since each "
+            f"waits for the one before: {float(idle):.0%} idle; more prompts at once, in as many "
+            "--micro-batches, would fill them",
             file=sys.stderr,
         )
     return engine

@@ -438,7 +438,7 @@ class FrontControl:
 
     def wait_digests(self, sequence: int, rows: int) -> list[NDArray[np.uint64]]:
         """What every rank has left for frame `sequence`: uint64[rows, digest_columns] by rank,
-        views that hold until the frame after the next is sent.
+        views that hold until frame `sequence` + frame_slots is sent.
 
         Raises: PeerLost, by the rule of `wait_result`.
         """

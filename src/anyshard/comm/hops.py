@@ -31,6 +31,7 @@ __all__ = [
 ByteArray = NDArray[np.uint8]
 HOP_MAGIC: Final = 0x31504F48  # "HOP1"
 _HEADER: Final = struct.Struct("<IIQQQQ")  # magic, checksum, epoch, frame, bytes, when it was sent
+_CHECKSUM, _CHECKSUM_AT = struct.Struct("<I"), 4
 HOP_HEADER_BYTES: Final = _HEADER.size
 
 
@@ -57,8 +58,9 @@ class HopTimes:
 
 def seal_hop(header: memoryview, payload: ByteArray, tag: HopTag) -> None:
     """Write the header, HOP_HEADER_BYTES, of a message that stands in its buffer."""
-    checksum, sent_ns = _checksum(payload, tag.epoch, tag.frame), time.monotonic_ns()
-    _HEADER.pack_into(header, 0, HOP_MAGIC, checksum, tag.epoch, tag.frame, payload.size, sent_ns)
+    sent_ns = time.monotonic_ns()
+    _HEADER.pack_into(header, 0, HOP_MAGIC, 0, tag.epoch, tag.frame, payload.size, sent_ns)
+    _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(header, payload))
 
 
 def open_hop(
@@ -82,7 +84,7 @@ def open_hop(
             f"rank {here} expects {num_bytes} bytes of {tag}, rank {sender} sent {size} bytes of"
             f" {HopTag(epoch, frame)}"
         )
-    have = _checksum(payload[:num_bytes], epoch, frame)
+    have = _checksum(header, payload[:num_bytes])
     if have != checksum:
         raise AnyshardError(
             f"rank {here} has a damaged hop from rank {sender}, {tag}: its checksum is"
@@ -91,8 +93,10 @@ def open_hop(
     return int(sent_ns)
 
 
-def _checksum(payload: ByteArray, epoch: int, frame: int) -> int:
-    return zlib.crc32(payload.data, (epoch * 0x9E3779B1 + frame) & 0xFFFFFFFF)
+def _checksum(header: memoryview, payload: ByteArray) -> int:
+    """Of the header behind the checksum, and the rows."""
+    behind = header[_CHECKSUM_AT + _CHECKSUM.size : HOP_HEADER_BYTES]
+    return zlib.crc32(payload.data, zlib.crc32(behind))
 
 
 def flat_bytes(values: NDArray[np.generic], limit: int) -> ByteArray:

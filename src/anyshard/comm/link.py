@@ -16,7 +16,6 @@ from typing import Final
 
 import msgspec
 
-from anyshard.comm.liveness import SLICE_S
 from anyshard.errors import OptionError
 
 __all__ = ["EmulatedLink", "LinkSpec", "parse_link", "parse_links"]
@@ -26,6 +25,7 @@ _RATE_BITS: Final = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIME = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(us|ms|s)")
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(kbit|mbit|gbit)")
 _STALL = re.compile(r"(.+)@([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
+_BEAT_S: Final = 0.05  # a sign of life so often
 _FORM = "10ms,100mbit,jitter=1ms,stall=200ms@0.1%, of which only the first is needed"
 
 
@@ -78,7 +78,7 @@ class EmulatedLink:
         """Return when a message is there. sent_ns: of time.monotonic_ns, on this host."""
         due = self.due_s(sent_ns * 1e-9, num_bytes)
         while (left := due - time.monotonic()) > 0:
-            time.sleep(min(left, SLICE_S))
+            time.sleep(min(left, _BEAT_S))
             self._beat()
 
 

@@ -4,7 +4,7 @@
 talking. The mapping is a memfd (or private memory for thread ranks): it has no name and
 vanishes with the last process, whatever kills it. Pages that nobody touches cost nothing.
 
-    words | status[world] | frames[slots] | results[slots] | digests[slots][world]
+    words | status[world] | frames[slots] | results[slots] | digests[slots][world] | events[world]
     | exchanges[pp] | hops[pp - 1][tp]
 """
 
@@ -32,6 +32,7 @@ from anyshard.comm.signals import (
     SignalsBody,
 )
 from anyshard.ops import native_module
+from anyshard.schedule import MOST_MICRO_BATCHES
 from anyshard.trace import EVENT
 
 __all__ = [
@@ -64,7 +65,9 @@ ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generat
 PAGE = np.dtype([(name, "<i4") for name in ("slot", "block", "page")])
 
 FAILURE_BYTES = 512
-MOST_FRAMES = 32  #: most frame_slots: a rank keeps the faults of so many frames
+#: Most frame_slots: a rank keeps the faults of so many frames. One more than micro-batches may be
+#: under way, and digests of one are collected beside those.
+MOST_FRAMES = MOST_MICRO_BATCHES + 2
 #: What a rank tells of itself; one writer, read by front, launcher and peers at any time.
 #: `waiting_for` is a rank + 1, 0 for none (comm/liveness.py).
 STATUS = np.dtype(

@@ -101,7 +101,10 @@ class DigestLog:
         self._compare_ranks(rows, parts)
         embed, layers, logits = self._whole(len(rows), parts)
         for row, (at, in_head) in enumerate(self._rows):
-            run = self._runs[at.request_id]
+            run = self._runs.get(at.request_id)
+            if run is None:  # it has ended, and was taken, while this row was under way
+                assert not at.is_kept and at.emitted is None
+                continue
             if at.is_kept:
                 run.embed[at.position] = embed[row]
                 run.layers[at.position] = layers[row]
