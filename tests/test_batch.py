@@ -86,6 +86,50 @@ def test_every_token_runs_once_at_its_position_whatever_the_sizes(
     assert sorted(batch.free_slots) == list(range(slots))
 
 
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=7),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 6),
+)
+def test_ticks_under_way_together_lose_no_token_and_run_none_twice(
+    prompts: list[int], chunk: int, slots: int, max_tokens: int, many: int, depth: int
+) -> None:
+    """Micro-batches take turns, and up to `depth` ticks have no answer yet."""
+    limits = Limits(
+        rows_max=chunk + slots, chunk=chunk, num_slots=slots, block=4, micro_batches=many
+    )
+    batch = batch_of(*prompts, max_tokens=max_tokens, slots=slots)
+    ran: dict[int, list[tuple[int, int, bool]]] = {}
+    under_way: deque[Tick] = deque()
+    turn = together = 0
+    while batch.busy:
+        sent = False
+        for _ in range(many if len(under_way) < depth else 0):
+            tick, batch = next_tick(batch, limits, micro_batch=turn % many)
+            turn += 1
+            if tick.rows:
+                ids = {s.slot: s.request_id for s in batch.running}
+                for row in tick.rows:
+                    ran.setdefault(ids[row.slot], []).append((row.position, row.token, row.sample))
+                under_way.append(tick)
+                sent = True
+                break
+        together = max(together, len(under_way))
+        sizes = [sum(s.micro_batch == index for s in batch.running) for index in range(many)]
+        assert max(sizes) <= -(-slots // many)
+        if not sent:
+            batch = answer(batch, under_way.popleft())
+    assert not under_way and together <= depth
+    for index, length in enumerate(prompts):
+        want = [(p, p + 1 if p < length else 9, p >= length - 1)
+                for p in range(length + max_tokens - 1)]  # fmt: skip
+        assert ran[index] == want
+    assert sorted(batch.pool.free) == list(range(100))
+
+
 def test_decoding_rows_go_first_and_a_long_prompt_does_not_hold_them_up() -> None:
     batch = batch_of(2, 30)
     tick, batch = next_tick(batch, LIMITS)
