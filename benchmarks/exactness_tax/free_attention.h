@@ -40,7 +40,7 @@ inline float soften(float* scores, size_t stride, int num_blocks, int last_visib
     const IntVec visible = first_lanes(last_visible - 8 * v);
     store(last + 8 * v, select(visible, load(last + 8 * v), lowest));
   }
-  const Vec limit = broadcast(kScoreLimit);
+  const Vec limit = broadcast(coefficients::kScoreLimit);
   for (int b = 0; b < num_blocks; ++b) {
     for (int v = 0; v < 4; ++v) {
       const Vec s = load(scores + static_cast<size_t>(b) * stride + 8 * v);
