@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from anyshard.bench.tables import Table
+from anyshard.comm.link import emulated_text
 from anyshard.schedule import SCHEDULES, TimedSlot, idle_share, simulate
 from anyshard.trace import KINDS, STREAMS, Pace, RankTrace, Run, bubble, pace, shares, span_ns
 
@@ -57,8 +58,9 @@ def run_text(run: Run) -> str:
 
 
 def _title(run: Run) -> str:
-    links = f"EMULATED links ({'; '.join(dict.fromkeys(run.links))}) · " if run.links else ""
-    return f"{links}{run.name} · {run.schedule}, micro-batches: {run.micro_batches}"
+    return (
+        f"{emulated_text(run.links)}{run.name} · {run.schedule}, micro-batches: {run.micro_batches}"
+    )
 
 
 def _frames(run: Run) -> int:
@@ -68,8 +70,8 @@ def _frames(run: Run) -> int:
 def _bubble_text(run: Run) -> str:
     schedule = SCHEDULES[run.schedule](len(run.layers), run.micro_batches)
     return (
-        f"bubble {bubble(run):.1%} of the ranks' time; slots of equal length would have "
-        f"{float(idle_share(schedule)):.1%}"
+        f"bubble {bubble(run):.1%} of the ranks' time; slots of equal length, all of them filled, "
+        f"would have {float(idle_share(schedule)):.1%}"
     )
 
 

@@ -23,6 +23,7 @@ from anyshard.cli.machine import read_machine
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar
 from anyshard.cli.trace import TRACE_EVENTS, TraceFile
+from anyshard.comm.link import emulated_text
 from anyshard.errors import LayoutError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:
@@ -184,9 +185,9 @@ class _Bench:
             "rows": row_records(rows),
         }
         head = f"{name} · {profile.name} {profile.sha256()[:12]} · {rows[0].kernels}"
-        if self.flags.emulate_link is not None:
-            record["emulated_link"] = self.flags.emulate_link
-            head = f"EMULATED links ({self.flags.emulate_link}) · {head}"
+        if links := self.flags.links(None):
+            record["emulated_links"] = list(map(str, links))
+            head = emulated_text(links) + head
         self.printer.tell(head, speed_table(rows), record, self._foot(probe, machine))
         return 0
 

@@ -21,13 +21,13 @@ from anyshard.cli.conversation import Conversation, load_conversation, save_conv
 from anyshard.cli.flags import SamplingFlags, SplitFlags, Text
 from anyshard.cli.running import (
     Loading,
-    emulated_text,
     open_model,
     rank_group,
     start_engine,
     wait_loaded,
 )
 from anyshard.cli.screen import Bar, Lines, tell
+from anyshard.comm.link import emulated_text
 from anyshard.errors import OptionError, PeerLost, UserError
 
 if TYPE_CHECKING:

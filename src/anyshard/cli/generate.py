@@ -19,7 +19,6 @@ from anyshard.cli.recording import Recorder
 from anyshard.cli.running import (
     Loading,
     context_limit,
-    emulated_text,
     open_model,
     rank_group,
     start_engine,
@@ -27,6 +26,7 @@ from anyshard.cli.running import (
 )
 from anyshard.cli.screen import Bar, abandon_stdout, tell
 from anyshard.cli.trace import TRACE_EVENTS, TraceFile
+from anyshard.comm.link import emulated_text
 from anyshard.errors import AnyshardError, OptionError, PromptTooLong
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from anyshard.host import read_memory, size_text
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.checkpoint.cache import ImageCache
-    from anyshard.comm.link import LinkSpec
     from anyshard.config import ModelConfig, Profile
     from anyshard.engine import Engine, LoadReport
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
@@ -41,7 +40,6 @@ __all__ = [
     "Loading",
     "Opened",
     "context_limit",
-    "emulated_text",
     "image_cache",
     "layout_of",
     "open_model",
@@ -478,14 +476,6 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
             file=sys.stderr,
         )
     return engine
-
-
-def emulated_text(links: Sequence[LinkSpec]) -> str:
-    """What has to stand beside every figure of a run over such links; "" without any."""
-    if not links:
-        return ""
-    each = list(dict.fromkeys(map(str, links)))
-    return f"EMULATED links ({each[0] if len(each) == 1 else '; '.join(map(str, links))}) · "
 
 
 def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
 
 from anyshard.errors import OptionError
 
-__all__ = ["EmulatedLink", "LinkSpec", "parse_link", "parse_links"]
+__all__ = ["EmulatedLink", "LinkSpec", "emulated_text", "parse_link", "parse_links"]
 
 _TIME_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATE_BITS: Final = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -80,6 +80,14 @@ class EmulatedLink:
         while (left := due - time.monotonic()) > 0:
             time.sleep(min(left, _BEAT_S))
             self._beat()
+
+
+def emulated_text(links: Iterable[LinkSpec | str]) -> str:
+    """What has to stand before every figure of a run over such links; "" without any."""
+    each = [str(link) for link in links]
+    if not each:
+        return ""
+    return f"EMULATED links ({each[0] if len(set(each)) == 1 else '; '.join(each)}) · "
 
 
 def parse_link(text: str, *, name: str = "--emulate-link") -> LinkSpec:
