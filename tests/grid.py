@@ -28,7 +28,8 @@ from anyshard.checkpoint import WeightImage, open_checkpoint
 from anyshard.config import Arithmetic, KvType, ModelConfig, WireType
 from anyshard.engine import profile_of
 from anyshard.launcher import RankMain, Seat
-from anyshard.model import Program, Weight, program
+from anyshard.model import Program, program
+from anyshard.op import Weight
 from anyshard.ops.storage import Panels, panel_cut
 from anyshard.request import Sampling
 from anyshard.tokenizer import open_tokenizer

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from anyshard.fidelity import Manifest, Record, RunDigests, tokens_sha256
-from anyshard.model import LAYER_POINTS
+from anyshard.op import LAYER_POINTS
 from anyshard.request import Sampling
 
 

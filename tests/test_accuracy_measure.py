@@ -36,7 +36,7 @@ from anyshard.accuracy.table import as_markdown, as_text
 from anyshard.binder import Binder
 from anyshard.checkpoint import open_checkpoint
 from anyshard.errors import CheckpointError, UserError
-from anyshard.model import Op
+from anyshard.op import Op
 from anyshard.ops import choose_body
 from anyshard.ops.float64 import Reference64
 from anyshard.tokenizer import open_tokenizer

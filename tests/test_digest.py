@@ -16,7 +16,8 @@ from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
 from anyshard.fidelity import weights_sha256
 from anyshard.layout import plan
-from anyshard.model import LAYER_POINTS, Program, program
+from anyshard.model import Program, program
+from anyshard.op import LAYER_POINTS
 from anyshard.ops import reference
 from anyshard.ops.digest import KEY_PADDING, digest_keys, digest_of, mix
 from anyshard.ops.storage import pack_lanes, pack_q8_0, unpack

@@ -21,7 +21,8 @@ from test_stored import HELD
 
 from anyshard.binder import Binder
 from anyshard.config import ModelConfig
-from anyshard.model import Op, Weight, program
+from anyshard.model import program
+from anyshard.op import Op, Weight
 from anyshard.ops.kv_pages import packed_row, unpack_row
 from anyshard.verify.cells import Cell
 from anyshard.verify.naive import rank_body

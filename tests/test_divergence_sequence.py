@@ -18,7 +18,7 @@ from mutants.weights import HIGH_BIT, altered, flip
 from test_divergence_faults import KIND_OF, place_in, weight_of, words
 
 from anyshard.binder import Binder
-from anyshard.model import Op
+from anyshard.op import Op
 from anyshard.verify.cells import Cell
 from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker

@@ -30,7 +30,7 @@ from anyshard.config import KvType
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.errors import PromptTooLong
-from anyshard.model import Op
+from anyshard.op import Op
 from anyshard.ops import native_module
 from anyshard.ops.exact import F32
 from anyshard.ops.kv_pages import page_bytes

@@ -14,7 +14,8 @@ from anyshard.config import ModelConfig
 from anyshard.engine import f32_profile
 from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.layout import Layout, plan
-from anyshard.model import Op, OpKind, Program, Weight, program
+from anyshard.model import Program, program
+from anyshard.op import Op, OpKind, Weight
 
 TINY = [config for name, config in MODELS.items() if name.startswith("adversarial")]
 TINY.append(QWEN3_SHAPED)

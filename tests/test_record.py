@@ -43,7 +43,7 @@ from anyshard.fidelity import (
     write_record,
 )
 from anyshard.launcher import RankMain
-from anyshard.model import LAYER_POINTS, Op
+from anyshard.op import LAYER_POINTS, Op
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
 from anyshard.verify.cells import Cell, shuffled_pages

@@ -21,7 +21,8 @@ from anyshard.engine import f32_profile
 from anyshard.fidelity import Disagreement, Divergence, Record, compare_records
 from anyshard.fidelity.agreement import order_in_step
 from anyshard.layout import KvShard, plan
-from anyshard.model import LAYER_POINTS, Op, program
+from anyshard.model import program
+from anyshard.op import LAYER_POINTS, Op
 from anyshard.replicas import Replica
 from anyshard.verify.cells import Cell
 from anyshard.verify.naive import rank_body

@@ -17,7 +17,8 @@ from anyshard.comm.base import Comm
 from anyshard.config import ModelConfig
 from anyshard.kv import KvCache
 from anyshard.layout import Span
-from anyshard.model import DigestPoint, Op, Program, Weight
+from anyshard.model import Program
+from anyshard.op import DigestPoint, Op, Weight
 from anyshard.ops import Kernels
 from anyshard.ops.coefficients import LOG2_E
 from anyshard.ops.digest import U64

@@ -38,7 +38,8 @@ import numpy.typing as npt
 from anyshard.comm.base import Comm, CommKind, Counters, Exchange, FloatArray
 from anyshard.comm.control import Frame
 from anyshard.kv import KvCache
-from anyshard.model import STATE_HEADER, Op, OpKind, Program
+from anyshard.model import Program
+from anyshard.op import STATE_HEADER, Op, OpKind
 from anyshard.ops.exact import EMPTY_MAX
 from anyshard.ops.kv_pages import blank_row, packed_row
 from anyshard.stripes import stripe_of

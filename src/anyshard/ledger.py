@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from anyshard.comm.hops import HOP_HEADER_BYTES
-from anyshard.model import FLOAT_BYTES, OpKind, Program
+from anyshard.model import Program
+from anyshard.op import OpKind
+from anyshard.ops.exact import FLOAT_BYTES
 
 __all__ = [
     "StepShape",

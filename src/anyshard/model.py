@@ -26,7 +26,6 @@ from anyshard.layout import (
 )
 from anyshard.op import (
     DIGESTED,
-    FLOAT_BYTES,
     LAYER_POINTS,
     STATE_HEADER,
     DigestPoint,
@@ -41,18 +40,7 @@ from anyshard.ops.wire import wire_row_bytes
 from anyshard.replicas import Replica, replicas_of
 from anyshard.stripes import STRIPES
 
-__all__ = [
-    "FLOAT_BYTES",
-    "LAYER_POINTS",
-    "STATE_HEADER",
-    "DigestPoint",
-    "Op",
-    "OpKind",
-    "Program",
-    "Sum",
-    "Weight",
-    "program",
-]
+__all__ = ["Program", "program"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from anyshard.replicas import Replica
 
 __all__ = [
     "DIGESTED",
-    "FLOAT_BYTES",
     "LAYER_POINTS",
     "STATE_HEADER",
     "DigestPoint",
@@ -24,7 +23,6 @@ __all__ = [
     "Weight",
 ]
 
-FLOAT_BYTES = 4
 STATE_HEADER = 2  # floats of a softmax state on the wire, before o[d]: M as int bits, and l
 
 DigestPoint = Literal[

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from anyshard.comm.base import Comm
 from anyshard.comm.control import Frame, RankControl
-from anyshard.model import OpKind
+from anyshard.op import OpKind
 from anyshard.ops.exact import F32
 from anyshard.trace import EVENT, KINDS, EventKind
 from anyshard.walk import Run

@@ -22,7 +22,8 @@ from anyshard.config import ModelConfig, Profile
 from anyshard.kv import KvCache, local_pages, num_local_pages
 from anyshard.launcher import Seat
 from anyshard.layout import KvShard, Layout
-from anyshard.model import Op, Program, program
+from anyshard.model import Program, program
+from anyshard.op import Op
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.control_word import set_control_word
 from anyshard.ops.digest import KEY_PADDING, digest_keys

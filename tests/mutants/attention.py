@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anyshard.binder import Binder
-from anyshard.model import Op, Program, Weight
+from anyshard.model import Program
+from anyshard.op import Op, Weight
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.coefficients import KV_BLOCK, LOG2_E
 from anyshard.ops.exact import F32, I32, fma32

@@ -12,7 +12,8 @@ from grid import Loaded, shape_of
 
 from anyshard.binder import Binder
 from anyshard.launcher import RankMain
-from anyshard.model import Op, Program
+from anyshard.model import Program
+from anyshard.op import Op
 from anyshard.ops import reference
 from anyshard.ops.coefficients import INT8_MOST
 from anyshard.ops.exact import F32, merge_nodes

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from anyshard.config import Profile
-from anyshard.model import Op, Program
+from anyshard.model import Program
+from anyshard.op import Op
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.exact import F32, I32
 from anyshard.worker import Served, Worker

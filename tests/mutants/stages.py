@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from anyshard.binder import Binder
-from anyshard.model import Op, Program, Weight
+from anyshard.model import Program
+from anyshard.op import Op, Weight
 from anyshard.ops.kv_pages import KV_GROUP
 from anyshard.worker import Served, Worker
 from mutants.attention import AlteredOpsBinder

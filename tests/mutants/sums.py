@@ -10,7 +10,8 @@ import numpy as np
 
 from anyshard.binder import Binder
 from anyshard.comm.control import Frame
-from anyshard.model import Op, Program, Sum
+from anyshard.model import Program
+from anyshard.op import Op, Sum
 from anyshard.ops.exact import F32
 from anyshard.verify.naive import naive_sum
 from anyshard.worker import Served, Worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from anyshard.binder import Binder
-from anyshard.model import Op
+from anyshard.op import Op
 from anyshard.ops.exact import F32
 from anyshard.worker import ROW_SAMPLE, Worker
 

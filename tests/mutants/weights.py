@@ -12,7 +12,8 @@ import numpy as np
 from anyshard.checkpoint import WeightImage
 from anyshard.launcher import RankMain, Seat
 from anyshard.layout import Span
-from anyshard.model import Program, Weight, program
+from anyshard.model import Program, program
+from anyshard.op import Weight
 from anyshard.ops.storage import Q8_INPUTS, Q8_OUTPUTS, Panels, pack_lanes, unpack
 from anyshard.worker import RankPlan, Served, Worker, rank_main
 

@@ -25,7 +25,8 @@ from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import UserError
 from anyshard.launcher import Start, ThreadGroup
 from anyshard.layout import plan
-from anyshard.model import Op, program
+from anyshard.model import program
+from anyshard.op import Op
 from anyshard.ops import Body
 from anyshard.ops.coefficients import KV_BLOCK, LOG2_E
 from anyshard.ops.exact import F32

@@ -16,7 +16,7 @@ import numpy as np
 
 from anyshard.accuracy.figures import Distance
 from anyshard.accuracy.report import OpFigures
-from anyshard.model import LAYER_POINTS, DigestPoint
+from anyshard.op import LAYER_POINTS, DigestPoint
 from anyshard.ops.exact import F32
 from anyshard.ops.float64 import F64, Reference64
 

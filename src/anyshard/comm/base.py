@@ -22,7 +22,6 @@ from anyshard.comm.link import EmulatedLink, LinkSpec
 from anyshard.errors import AnyshardError, PeerLost
 
 __all__ = [
-    "FLOAT_BYTES",
     "WIRE_KINDS",
     "Comm",
     "CommKind",
@@ -42,8 +41,6 @@ FloatArray = NDArray[np.float32]
 WireKind = Literal["reduce", "hop", "logits", "pairs", "queries", "states"]
 CommKind = Literal["solo", "threads", "shm", "torch"]
 WIRE_KINDS: tuple[WireKind, ...] = get_args(WireKind)
-
-FLOAT_BYTES = 4
 
 
 class EpochAborted(AnyshardError):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anyshard.comm.base import (
-    FLOAT_BYTES,
     CommKind,
     Counters,
     EpochAborted,
@@ -42,6 +41,7 @@ from anyshard.comm.region import (
 from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP, NativeSignals
 from anyshard.errors import AnyshardError
 from anyshard.ops import native_module
+from anyshard.ops.exact import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

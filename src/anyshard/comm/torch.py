@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import distributed
 
 from anyshard.comm.base import (
-    FLOAT_BYTES,
     CommKind,
     Counters,
     ExchangeSpec,
@@ -38,6 +37,7 @@ from anyshard.comm.hops import HOP_HEADER_BYTES, HopTag, HopTimes, flat_bytes, o
 from anyshard.comm.liveness import Liveness, beat_of
 from anyshard.comm.region import EpochRegion
 from anyshard.errors import PeerLost
+from anyshard.ops.exact import FLOAT_BYTES
 
 __all__ = ["Torch"]
 

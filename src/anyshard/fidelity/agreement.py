@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from anyshard.model import LAYER_POINTS, Program
+from anyshard.model import Program
+from anyshard.op import LAYER_POINTS
 from anyshard.ops.digest import U64
 from anyshard.replicas import Replica, ReplicaPoint
 

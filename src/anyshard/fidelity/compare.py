@@ -17,7 +17,7 @@ import numpy.typing as npt
 from anyshard.config import ModelConfig
 from anyshard.fidelity.agreement import Disagreement, order_in_step
 from anyshard.fidelity.record import Manifest, Record, printable
-from anyshard.model import LAYER_POINTS
+from anyshard.op import LAYER_POINTS
 
 __all__ = ["Comparison", "Divergence", "compare_records"]
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from anyshard.config import ModelConfig
 from anyshard.fidelity.agreement import Agreement, Disagreement
-from anyshard.model import LAYER_POINTS, Program
+from anyshard.model import Program
+from anyshard.op import LAYER_POINTS
 from anyshard.ops.digest import U64
 
 __all__ = ["DigestLog", "RecordedRow", "RunDigests", "digest_bytes", "laid_by_bytes"]

@@ -29,7 +29,7 @@ from anyshard.errors import UserError
 from anyshard.fidelity.agreement import Disagreement
 from anyshard.fidelity.log import RunDigests
 from anyshard.files import replace_file
-from anyshard.model import LAYER_POINTS
+from anyshard.op import LAYER_POINTS
 from anyshard.ops.digest import U64
 from anyshard.request import Sampling
 

@@ -26,6 +26,7 @@ from anyshard.ops.coefficients import (
 __all__ = [
     "EMPTY_MAX",
     "F32",
+    "FLOAT_BYTES",
     "I32",
     "exp",
     "exp2",
@@ -41,6 +42,7 @@ __all__ = [
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
+FLOAT_BYTES = 4
 EMPTY_MAX = -(1 << 30)  # the integer maximum of an attention state that has seen no key
 EXP2_FLOOR = np.float32(-200.0)  # far below 2^-126: the result is +0 whatever the polynomial says
 CHUNK_ELEMENTS = 1 << 15  # accumulators of one inner loop: six float64 temporaries stay in cache

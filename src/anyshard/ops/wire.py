@@ -12,19 +12,18 @@ Source: docs/numerics.md, Wire int8. Held by: test_wire_int8.py.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anyshard.config import WireType
-from anyshard.ops.exact import F32
+from anyshard.ops.exact import F32, FLOAT_BYTES
 from anyshard.ops.kv_pages import KV_GROUP, quantize_groups
 
 __all__ = ["U8", "DecodeWire", "RoundWire", "decode_rows", "encode_rows", "wire_row_bytes"]
 
 U8 = npt.NDArray[np.uint8]
-FLOAT_BYTES: Final = 4
 
 
 def wire_row_bytes(wire: WireType, hidden: int) -> int:

@@ -22,7 +22,8 @@ import numpy as np
 from anyshard.binder import Binder
 from anyshard.config import Arithmetic
 from anyshard.launcher import Seat
-from anyshard.model import Op, Program, Sum
+from anyshard.model import Program
+from anyshard.op import Op, Sum
 from anyshard.ops.coefficients import KV_BLOCK
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.kv_pages import Pages, widened_row

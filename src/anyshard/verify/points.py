@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from anyshard.capture import Arrays
 from anyshard.layout import STRIPE_TREE, Layout, Span, Tree
-from anyshard.model import STATE_HEADER, Program, program
+from anyshard.model import Program, program
+from anyshard.op import STATE_HEADER
 from anyshard.ops.exact import F32
 from anyshard.ops.kv_pages import Pages
 from anyshard.ops.storage import unpack

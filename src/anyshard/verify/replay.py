@@ -21,7 +21,8 @@ from anyshard.comm.base import Comm, ExchangeSpec, WireSizes
 from anyshard.comm.solo import Solo
 from anyshard.kv import KvCache
 from anyshard.layout import STRIPE_TREE, Layout, Span, Tree, ffn_tree, head_tree, plan
-from anyshard.model import STATE_HEADER, Op, Sum, program
+from anyshard.model import program
+from anyshard.op import STATE_HEADER, Op, Sum
 from anyshard.ops import Kernels, reference
 from anyshard.ops.exact import F32, merge_nodes
 from anyshard.ops.kv_pages import Pages, packed_row, unpack_row
