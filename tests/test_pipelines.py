@@ -180,6 +180,45 @@ def test_what_is_cancelled_in_flight_leaves_its_place_to_others(kind: str) -> No
         assert index not in orphans or len(tokens) < 2
 
 
+def test_a_token_that_comes_out_for_one_who_has_gone_is_not_given_to_who_has_its_place() -> None:
+    """The last chunk of a cancelled prompt is under way when another request takes its slot."""
+    first, second = (Request(prompt=tuple(range(n, n + 20)), max_tokens=4) for n in (1, 300))
+    with engine_of(options(chunk=8), pp=1, steps=[]) as engine:
+        engine.submit(second)
+        alone = [event.token for event in engine.run()]
+    with engine_of(options(chunk=8, max_num_seqs=1), pp=2, steps=[]) as engine:
+        gone, stays = engine.submit(first), engine.submit(second)
+        drawn: list[bool] = []
+
+        def cancel(done: int, total: int) -> None:
+            if not drawn:
+                drawn.extend(row.sample for each in engine._in_flight for row in each.tick.rows)
+                engine.cancel(gone)
+
+        events = list(engine.run(cancel))
+    assert any(drawn), "its token was under way"
+    assert [(event.request_id, event.token) for event in events] == [(stays, t) for t in alone]
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["to the next stage", "back to the front"])
+@pytest.mark.parametrize(
+    "comm",
+    [
+        "threads",
+        pytest.param("shm", marks=pytest.mark.ranks),
+        pytest.param("torch", marks=[pytest.mark.ranks, pytest.mark.torch]),
+    ],
+)
+def test_a_token_takes_as_long_as_each_link_on_every_wire(comm: str, slow: int) -> None:
+    if comm == "torch":
+        pytest.importorskip("torch")
+    delay_s = 0.03
+    links = tuple(LinkSpec(delay_s=delay_s if index == slow else 0.0) for index in (0, 1))
+    shape = {"comm": comm, "prompt_tokens": 5, "num_tokens": 8, "links": links}
+    outcome = run_cell(the_model(A9), cell(pp=2, batch=1, **shape))
+    assert outcome.decode_tokens_per_s < 1 / delay_s
+
+
 def test_a_link_that_holds_messages_for_longer_than_the_deadline_loses_nobody() -> None:
     link = LinkSpec(delay_s=0.5, rate_bytes_s=10_000)
     asked = options(links=(link,) * 2, deadline_s=0.4, chunk=32)
@@ -334,6 +373,9 @@ def test_a_link_is_as_slow_as_it_says_and_keeps_the_order() -> None:
     assert link.due_s(5.05, 100) == pytest.approx(5.21, abs=1e-12)
     assert link.due_s(9.0, 0) == pytest.approx(9.01, abs=1e-12)
     wild = [EmulatedLink(WILD, seed=3) for _ in range(2)]
+    close = EmulatedLink(WILD, seed=4)
+    dense = [close.due_s(n * 1e-4, 10) for n in range(2000)]
+    assert dense == sorted(dense) and len(set(dense)) < 2000, "some are held up by the one before"
     times = [[each.due_s(n * 0.1, 10) for n in range(2000)] for each in wild]
     assert times[0] == times[1] == sorted(times[0])
     late = np.array(times[0]) - np.arange(2000) * 0.1  # nothing is held up by the one before
