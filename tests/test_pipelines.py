@@ -416,5 +416,5 @@ def test_a_link_is_read_as_it_is_written(text: str, spec: LinkSpec) -> None:
 def test_a_link_that_cannot_be_is_refused(text: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         parse_link(text)
-    with pytest.raises(OptionError, match="2 links; 3 stages have 3, one to each next stage and"):
+    with pytest.raises(OptionError, match="2 links; with -pp 3 give 3, one to each next stage and"):
         parse_links(["1ms", "1ms"], stages=3, name="--emulate-link f")

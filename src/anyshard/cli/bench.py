@@ -211,6 +211,7 @@ class _Bench:
             except LayoutError as error:
                 raise LayoutError(f"layout {cell.split}: {error}") from None
             taken = here.for_tokens(limit)
+            taken.flags.links(layout.pp)  # raises before anything is loaded
             name = replace(cell, kv_shard=taken.layout.kv_shard).split
             found += [_Cell(name, taken, threads) for threads in self.threads]
         return found
