@@ -127,7 +127,7 @@ def parse_links(lines: list[str], *, stages: int | None, name: str) -> tuple[Lin
     whole = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if stages is not None and len(whole) != stages:
         raise OptionError(
-            f"{name} has {len(whole)} links; with -pp {stages} give {stages}, one to each next stage "
-            "and one back to the front"
+            f"{name} has {len(whole)} links; with -pp {stages} give {stages}, one to each next "
+            "stage and one back to the front"
         )
     return tuple(parse_link(line.strip(), name=f"{name} line {number}") for number, line in whole)
