@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from anyshard.comm import control
 from anyshard.comm.base import WIRE_KINDS, Comm, ExchangeSpec, WireSizes
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, RankStatus
 from anyshard.comm.hops import HOP_HEADER_BYTES
@@ -328,12 +329,28 @@ def test_frames_over_a_bound_are_refused_with_both_numbers() -> None:
             front.wait_result(1)
 
 
+def change_frames(monkeypatch: pytest.MonkeyPatch, change: Callable[[memoryview], None]) -> None:
+    """`change` what stands in a frame's slot before the ranks hear of it."""
+    write = control._write_frame
+
+    def changed(region: EpochRegion, sequence: int, *parts: bytes) -> None:
+        write(region, sequence, *parts)
+        layout, slots = region.layout, region.sizes.control.frame_slots
+        at = layout.frame_offset + sequence % slots * layout.frame_bytes
+        change(memoryview(region.memory)[at : at + layout.frame_bytes])
+
+    monkeypatch.setattr(control, "_write_frame", changed)
+
+
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
+    def of_epoch_7(frame: memoryview) -> None:
+        frame[8:16] = (7).to_bytes(8, "little")
+
     with running("threads", echo, sizes(tp=1)) as (_, front):
         front.wait_result(front.send_frame(rows(1)))
-        front.epoch = 7
-        stale = front.send_frame(rows(2))
-        front.epoch = 1
+        with pytest.MonkeyPatch.context() as patch:
+            change_frames(patch, of_epoch_7)
+            stale = front.send_frame(rows(2))
         with pytest.raises(PeerLost, match="rank 0 has given no sign of life"):
             front.wait_result(stale, deadline_s=0.1)
         fresh = front.send_frame(rows(3))
@@ -348,17 +365,12 @@ def test_a_damaged_frame_ends_the_epoch_naming_both_checksums(
 ) -> None:
     ends = np.cumsum([0, 4 * ROW.itemsize, 2 * PAGE.itemsize]).tolist()
     place = 64 + dict(zip(("rows", "pages", "note"), ends, strict=True))[part]
+
+    def damage(frame: memoryview) -> None:
+        frame[place] ^= 1
+
     with running("threads", echo, sizes(tp=1)) as (_, front):
-        good = front._write
-
-        def damage(sequence: int, sent: Any, pages: Any, note: bytes) -> None:
-            good(sequence, sent, pages, note)
-            at = front._region.layout.frame_offset + (sequence % 2) * (
-                front._region.layout.frame_bytes
-            )
-            front._region.memory[at + place] ^= 1
-
-        monkeypatch.setattr(front, "_write", damage)
+        change_frames(monkeypatch, damage)
         with pytest.raises(PeerLost, match=r"checksum 0x\w{8}, its header says 0x\w{8}"):
             front.wait_result(front.send_frame(rows(1), np.ones(1, PAGE), b"n"))
 

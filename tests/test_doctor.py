@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,9 +19,11 @@ import anyshard
 from anyshard.accuracy.hf_fields import hf_config
 from anyshard.checkpoint import build_image, open_checkpoint
 from anyshard.checkpoint.names import hf_name
+from anyshard.cli import sockets
 from anyshard.cli.doctor import doctor, examine
 from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import read_machine
+from anyshard.cli.sockets import listeners
 from anyshard.cli.stale import native_is_stale
 from anyshard.config import ModelConfig
 from anyshard.errors import LayoutError
@@ -277,3 +281,48 @@ def test_a_model_or_split_that_cannot_be_is_one_sentence_and_exit_2(
     done = run("doctor", *[names.get(word, word) for word in arguments])
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_sockets_of_anyshard_and_torchrun_are_named_and_wide_ones_told_apart(
+    tmp_path: Path,
+) -> None:
+    """Other people's are not; a socket that a child inherits is told once."""
+    proc = tmp_path / "proc"
+    (proc / "net").mkdir(parents=True)
+    row = "{}: {} 00000000:0000 {} 00000000:00000000 00:00000000 00000000 0 0 {} 1 0"
+    wide, ours = ("0" * 8, "00000000000000000000000000000000"), "0100007F"
+    (proc / "net" / "tcp").write_text(
+        "\n".join(
+            [
+                "  sl  local_address rem_address   st",
+                row.format(0, f"{ours}:733C", "0A", 11),
+                row.format(1, f"{wide[0]}:733D", "0A", 12),
+                row.format(2, f"{ours}:733E", "01", 13),  # connected
+                row.format(3, f"{ours}:733F", "0A", 14),
+            ]
+        )
+    )
+    (proc / "net" / "tcp6").write_text("head\n" + row.format(0, f"{wide[1]}:7340", "0A", 15))
+    for pid, command, inodes in (
+        (7, "/venv/bin/python3\0/venv/bin/anyshard\0generate\0--nnodes\0002", (11, 13)),
+        (8, "/venv/bin/python3\0/venv/bin/anyshard\0generate", (11, 12)),
+        (9, "/usr/bin/python3\0/usr/bin/torchrun\0--no-python\0anyshard", (15, 16)),
+        (10, "/usr/bin/sshd\0-D", (14,)),
+    ):
+        (proc / str(pid) / "fd").mkdir(parents=True)
+        (proc / str(pid) / "cmdline").write_text(command)
+        for number, inode in enumerate(inodes):
+            (proc / str(pid) / "fd" / str(number)).symlink_to(f"socket:[{inode}]")
+    found = [
+        (each.pid, each.command, each.address, each.port, each.is_wide)
+        for each in listeners(tmp_path)
+    ]
+    assert found == [
+        (7, "anyshard", "127.0.0.1", 0x733C, False),
+        (8, "anyshard", "0.0.0.0", 0x733D, True),
+        (9, "torchrun", "::", 0x7340, True),
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        inode = int(os.readlink(f"/proc/self/fd/{mine.fileno()}")[8:-1])
+        places = sockets._places(Path("/"))
+        assert places[inode] == mine.getsockname()

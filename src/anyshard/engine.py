@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ from anyshard.batch import (
 )
 from anyshard.binder import FaultCode
 from anyshard.checkpoint import Checkpoint
-from anyshard.checkpoint.cache import ImageCache, load_image
+from anyshard.checkpoint.cache import ImageCache, content_sha256, load_image
 from anyshard.comm.control import PAGE, ROW, FrontControl, Result
 from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile, WireType
 from anyshard.epoch import EngineOptions, plan_epoch
@@ -84,11 +84,13 @@ def profile_of(arithmetic: Arithmetic, kv: KvType = "f32", wire: WireType = "non
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What the launcher has to say of a load: a sentence for the user, or "", and the hash of the
-    weights (`fidelity/weights.py`), hex, "" if it was not asked for."""
+    """What the launcher has to say of a load: a sentence for the user, or "", the hash of the
+    weights (`fidelity/weights.py`), hex, "" if it was not asked for, and that of what the file
+    stores, on one of several hosts."""
 
     note: str = ""
     weights_sha256: str = ""
+    content_sha256: str = ""
 
     def encoded(self) -> bytes:
         """As a payload."""
@@ -109,20 +111,28 @@ def loader(
     arithmetic: Arithmetic = "f32",
     kv: KvType = "f32",
     wire: WireType = "none",
+    names: Collection[str] | None = None,
 ) -> Callable[[Progress], tuple[object, bytes]]:
     """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
 
-    An image in `cache` is read instead, where one is. `record`: also hash the weights. The payload
-    is a LoadReport.
+    An image in `cache` is read instead, where one is. `record`: also hash the weights. `names`: the
+    tensors that the ranks of this host read, where it is one of several; then the file is hashed,
+    for the hosts to compare. The payload is a LoadReport.
     """
 
     def load(progress: Progress) -> tuple[object, bytes]:
         set_control_word()
         image, note = load_image(
-            checkpoint, threads=threads, cache=cache, progress=progress, arithmetic=arithmetic
+            checkpoint,
+            threads=threads,
+            cache=cache,
+            progress=progress,
+            arithmetic=arithmetic,
+            names=None if record else names,
         )
+        content = "" if names is None else content_sha256(checkpoint.sources, threads=threads)
         sha256 = weights_sha256(image, threads=threads) if record else ""
-        report = LoadReport(note.encode("utf-8", "replace").decode(), sha256)
+        report = LoadReport(note.encode("utf-8", "replace").decode(), sha256, content)
         profile = profile_of(arithmetic, kv, wire)
         return Served(checkpoint.config, profile, image), report.encoded()
 
@@ -193,9 +203,10 @@ class Engine:
         world = layout.world
         self.body = choose_body(options.kernels)
         # a reference body has one thread, whatever was asked for
-        asked = options.threads or max(1, cores // world)
+        here = options.hosts.count(0) or world  # ranks of this host
+        asked = options.threads or max(1, cores // here)
         self.threads = 1 if self.body == "reference" else asked
-        self.crowded = world * self.threads > cores
+        self.crowded = here * self.threads > cores
         self.programs = [program(config, profile, layout, rank) for rank in range(world)]
         plan = plan_epoch(
             self.programs,

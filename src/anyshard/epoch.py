@@ -41,7 +41,8 @@ class EngineOptions:
     threads None: cores divided by local ranks. kv_pages: most pages for keys and values; else what
     max_num_seqs sequences of max_model_len tokens take. deadline_s bounds every wait for a rank.
     schedule, micro_batches: how sequences take turns in a pipeline (`schedule.py`); None: as many
-    micro-batches as stages, 30 at most. links: emulated ones (`comm.base.WireSizes`).
+    micro-batches as stages, 30 at most. links: emulated ones, hosts: of each rank
+    (`comm.base.WireSizes`).
     prompt_logits: most that the requests in flight ask for together. record: keep digests of what
     every op writes, for `Engine.digests`. trace_events: last events kept of each rank, for
     `Engine.traced`. capture: what ranks copy to be looked at (`capture.py`).
@@ -57,6 +58,7 @@ class EngineOptions:
     schedule: ScheduleKind = "continuous"
     micro_batches: int | None = None
     links: tuple[LinkSpec, ...] = ()
+    hosts: tuple[int, ...] = ()
     deadline_s: float = 10.0
     prompt_logits: int = 0
     page_order: tuple[int, ...] | None = None
@@ -124,7 +126,7 @@ def plan_epoch(
         capture=options.capture,
     )
     sizes = EpochSizes(
-        wires=replace(wire_sizes(programs, ranks), links=options.links),
+        wires=replace(wire_sizes(programs, ranks), links=options.links, hosts=options.hosts),
         control=ControlSizes(
             rows_max=limits.rows_max,
             pages_max=len(pages),

@@ -30,6 +30,7 @@ __all__ = [
     "ffn_tree",
     "head_tree",
     "hidden_tree",
+    "hosts_of_ranks",
     "plan",
     "wire_boundaries",
 ]
@@ -508,3 +509,25 @@ def _check_cut(counts: Sequence[int], total: int, *, flag: str, noun: str, least
             f"{flag} {text} does not add up: the model has {total} {noun}, and the "
             f"parts sum to {sum(counts)}"
         )
+
+
+def hosts_of_ranks(layout: Layout, num_hosts: int) -> tuple[int, ...]:
+    """The host of each rank: as many stages to each as can be, or each stage over as many hosts.
+
+    Host 0 has the last stage, where tokens are drawn, and so the logits that the front wants; the
+    ones before it are of hosts 1, 2 and so on. Raises: LayoutError with what there is.
+    """
+    tp, pp = layout.tp, layout.pp
+    wide = num_hosts // pp  # hosts of a stage, where there are more of them than stages
+    if num_hosts > layout.world or (num_hosts > pp and num_hosts % pp):
+        stages = f"{pp} stage{'s' * (pp > 1)} of {tp} rank{'s' * (tp > 1)}"
+        raise LayoutError(
+            f"{stages} do not go over {num_hosts} hosts: each takes some stages, or ranks of one "
+            f"stage; take -pp {num_hosts}"
+        )
+    if num_hosts <= pp:
+        blocks = [stage * num_hosts // pp for stage in range(pp) for _ in range(tp)]
+    else:
+        blocks = [stage * wide + index * wide // tp for stage in range(pp) for index in range(tp)]
+    head = blocks[layout.sampler]
+    return tuple((block - head) % num_hosts for block in blocks)

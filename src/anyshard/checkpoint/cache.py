@@ -18,7 +18,7 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ __all__ = [
     "ImageCache",
     "cache_problem",
     "clear_abandoned",
+    "content_sha256",
     "image_key",
     "load_image",
     "not_worth_caching",
@@ -131,6 +132,11 @@ def image_key(
     return key.hexdigest()
 
 
+def content_sha256(sources: Mapping[str, TensorSource], *, threads: int) -> str:
+    """Of all that a file stores of a model, hex: the same on every host that has the same file."""
+    return image_key(sources, {}, threads=threads)
+
+
 def load_image(
     checkpoint: Checkpoint,
     *,
@@ -138,8 +144,10 @@ def load_image(
     cache: ImageCache | None,
     progress: Report | None = None,
     arithmetic: Arithmetic = "f32",
+    names: Collection[str] | None = None,
 ) -> tuple[WeightImage, str]:
-    """The image of all tensors, from the cache or built (and then kept, if it is worth it).
+    """The image of all tensors, or of `names`, from the cache or built, and then kept if that is
+    worth it.
 
     The second is why it was not kept, a sentence for the user, or "" if there is nothing to say.
     The bits are those of `build_image` in every case. cache None: no file is read or written.
@@ -148,12 +156,16 @@ def load_image(
     Held by: test_cache.py::test_a_hit_is_the_image_that_a_build_gives_and_packs_nothing.
     """
     report = progress or (lambda done, total, doing: None)
-    directory, num_bytes = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
+    sources = checkpoint.sources
+    if names is not None:
+        sources = {name: source for name, source in sources.items() if name in names}
+    directory, num_bytes = image_directory(checkpoint.config, sources, arithmetic)
 
     def build(more_bytes: int = 0) -> WeightImage:
         """`more_bytes`: those that are saved afterwards, for the bar."""
         return build_image(
             checkpoint,
+            names=sources,
             threads=threads,
             progress=lambda done, total: report(done, total + more_bytes, ""),
             arithmetic=arithmetic,
@@ -163,7 +175,7 @@ def load_image(
         cache is None
         or is_mapped(checkpoint, arithmetic)
         or not_worth_caching(
-            checkpoint.sources,
+            sources,
             body=choose_body("auto"),
             image_bytes=num_bytes,
             most_bytes=cache.most_bytes,

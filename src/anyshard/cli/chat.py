@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
-from anyshard.cli.flags import SamplingFlags, SplitFlags, Text
+from anyshard.cli.flags import HostFlags, SamplingFlags, SplitFlags, Text
+from anyshard.cli.hosts import from_torchrun
+from anyshard.cli.member import run_member
 from anyshard.cli.running import (
     Loading,
     open_model,
@@ -58,6 +60,7 @@ def chat(
     system: Annotated[str | None, Text] = None,
     sampling: SamplingFlags = SamplingFlags(),
     split: SplitFlags = SplitFlags(),
+    hosts: HostFlags = HostFlags(),
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Talk with a model, on any split of it; /help lists what can be typed besides questions.
@@ -72,7 +75,10 @@ def chat(
     json_output
         Print one JSON object for each answer, with tokens, digest and prefill counts.
     """
-    return _Chat(model, system, sampling, split, as_json=json_output).run()
+    hosts = from_torchrun(hosts)
+    if hosts.node_rank:
+        return run_member(model, split, hosts)
+    return _Chat(model, system, sampling, split, hosts, as_json=json_output).run()
 
 
 class _Interrupts:
@@ -109,9 +115,11 @@ class _Chat:
         system: str | None,
         sampling: SamplingFlags,
         split: SplitFlags,
+        hosts: HostFlags,
         *,
         as_json: bool,
     ) -> None:
+        self.hosts = hosts
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
         self.sampling = sampling.sampling()
         self.said = Conversation(system=system)
@@ -124,7 +132,13 @@ class _Chat:
 
         Returns the exit code: 2 if a line from a pipe was refused. Raises: UserError, PeerLost.
         """
-        opened = open_model(self.model, self.split, num_prompts=1, default_len=DEFAULT_LIMIT)
+        opened = open_model(
+            self.model,
+            self.split,
+            num_prompts=1,
+            default_len=DEFAULT_LIMIT,
+            hosts=self.hosts,
+        )
         with rank_group(opened) as loading:
             self._start(loading)
             signal.signal(signal.SIGINT, self.interrupts)

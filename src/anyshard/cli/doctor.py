@@ -21,6 +21,7 @@ from anyshard.cli.machine import Machine, read_machine
 from anyshard.cli.memory import kv_bytes
 from anyshard.cli.running import Opened, context_limit, image_cache, layout_of
 from anyshard.cli.screen import tell
+from anyshard.cli.sockets import listeners
 from anyshard.errors import CheckpointError, LayoutError
 from anyshard.host import size_text
 
@@ -70,7 +71,11 @@ def examine(model: str | None, split: SplitFlags, machine: Machine) -> Facts:
     from anyshard.checkpoint import demo_model_path, open_checkpoint
     from anyshard.checkpoint.hub import parse_hub_id
 
-    facts: Facts = {"machine": asdict(machine), "kernels": _kernels(split)}
+    facts: Facts = {
+        "machine": asdict(machine),
+        "kernels": _kernels(split),
+        "listening": [asdict(each) for each in listeners()],
+    }
     missing = _missing_here(machine, facts["kernels"]["available"])
     try:
         found = str(demo_model_path())
@@ -342,7 +347,15 @@ def _machine_lines(facts: Facts) -> list[str]:
             "verify extra" if machine["verify_extra"] else "no verify extra",
         ),
         _row("demo model", facts["demo_model"] or "not installed"),
+        *(_listener_line(each) for each in facts["listening"]),
     ]
+
+
+def _listener_line(each: Facts) -> str:
+    text = f"{each['command']} (process {each['pid']}) at port {each['port']} of "
+    if each["is_wide"]:
+        return _row("listening", f"{text}EVERY address: whoever reaches this host reaches it")
+    return _row("listening", f"{text}{each['address']}")
 
 
 def _model_lines(facts: Facts) -> list[str]:

@@ -25,7 +25,9 @@ from anyshard.request import Sampling
 from anyshard.schedule import MOST_MICRO_BATCHES
 
 __all__ = [
+    "ONE_HOST",
     "BenchFlags",
+    "HostFlags",
     "PromptFlags",
     "SamplingFlags",
     "SplitFlags",
@@ -162,6 +164,45 @@ class SplitFlags:
     def layer_counts(self) -> tuple[int, ...] | None:
         """--layers as numbers."""
         return _counts(self.layers, "--layers")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """Which hosts share the model; the same command runs on each. Under torchrun it says all."""
+
+    nnodes: int | None = None
+    "Hosts that share the model, 1 to the number of ranks."
+    node_rank: int | None = None
+    "Number of this host; 0, the head, takes the prompts, prints the answers, has the last stage."
+    master_addr: str | None = None
+    "Address of host 0, as the others reach it; nothing listens at any other."
+    master_port: int = 29500
+    "Port at which host 0 waits for the others."
+    join_timeout: float = 300.0
+    "Seconds to wait for hosts that are yet to start."
+
+    def __post_init__(self) -> None:
+        in_range("nnodes", self.nnodes, 1, 1 << 10)
+        in_range("master-port", self.master_port, 1, 65535)
+        in_range("join-timeout", self.join_timeout, 0.1, 86400.0)
+        if self.num_hosts == 1:
+            given = {"--node-rank": self.node_rank, "--master-addr": self.master_addr}
+            for flag, value in given.items():
+                if value not in (None, 0):
+                    raise OptionError(f"{flag} is {value}, of one host only; give --nnodes as well")
+            return
+        in_range("node-rank", self.node_rank, 0, self.num_hosts - 1)
+        if self.node_rank is None or self.master_addr is None:
+            raise OptionError(
+                f"--nnodes {self.nnodes} needs --node-rank, 0 to {self.num_hosts - 1}, and "
+                "--master-addr, the address of host 0"
+            )
+
+    @property
+    def num_hosts(self) -> int:
+        """--nnodes, or 1."""
+        return self.nnodes or 1
 
 
 _CUTS = ("tensor_parallel_size", "pipeline_parallel_size", "heads", "layers")
@@ -378,3 +419,6 @@ def _prompt_of(line: str, place: str) -> tuple[str, int | None]:
     if limit is not None and (type(limit) is not int or not 1 <= limit <= 1 << 24):
         raise OptionError(f"{place}: max_tokens is {limit!r}; it can be 1 to {1 << 24}")
     return entry["prompt"], limit
+
+
+ONE_HOST = HostFlags()

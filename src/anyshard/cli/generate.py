@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from anyshard.cli.flags import PromptFlags, SamplingFlags, SplitFlags
+from anyshard.cli.flags import HostFlags, PromptFlags, SamplingFlags, SplitFlags
+from anyshard.cli.hosts import from_torchrun
+from anyshard.cli.member import run_member
 from anyshard.cli.recording import Recorder
 from anyshard.cli.running import (
     Loading,
@@ -48,6 +50,7 @@ def generate(
     prompts: PromptFlags = PromptFlags(),
     sampling: SamplingFlags = SamplingFlags(),
     split: SplitFlags = SplitFlags(),
+    hosts: HostFlags = HostFlags(),
     record: str | None = None,
     trace: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -67,8 +70,11 @@ def generate(
     json_output
         Print one JSON object, with tokens, digest, layout, timings and bytes per rank.
     """
+    hosts = from_torchrun(hosts)
+    if hosts.node_rank:
+        return run_member(model, split, hosts)
     files = {"record": record, "trace": trace}
-    return _Generate(model, prompts, sampling, split, **files, as_json=json_output).run()
+    return _Generate(model, prompts, sampling, split, hosts, **files, as_json=json_output).run()
 
 
 @dataclass
@@ -90,12 +96,14 @@ class _Generate:
         prompts: PromptFlags,
         sampling: SamplingFlags,
         split: SplitFlags,
+        hosts: HostFlags,
         *,
         record: str | None,
         trace: str | None,
         as_json: bool,
     ) -> None:
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
+        self.hosts = hosts
         if model is not None and prompts.prompt is None and prompts.prompts is None:
             raise OptionError(
                 f"no prompt: {model[:60]!r} was taken as MODEL; give the text with --prompt"
@@ -121,6 +129,7 @@ class _Generate:
             self.split,
             num_prompts=len(self.texts),
             record=self.recorder is not None,
+            hosts=self.hosts,
         )
         if self.recorder is not None:
             self.recorder.spare_model(opened.checkpoint.path)
@@ -290,7 +299,8 @@ class _Generate:
             f"prefill {t.prefill_tokens} tok {rates['prefill_tokens_per_s']:.1f} tok/s · "
             f"decode {t.decode_tokens} tok {rates['decode_tokens_per_s']:.1f} tok/s\n"
             f"{engine.layout.describe()} · heads {heads} · layers {layers} · {layout['comm']} · "
-            f"room for {engine.kv_tokens} tokens · {emulated_text(engine.options.links)}"
+            f"{_hosts_text(engine)}room for {engine.kv_tokens} tokens · "
+            f"{emulated_text(engine.options.links)}"
             f"{engine.profile.name} {engine.body} x{engine.threads}",
             file=sys.stderr,
         )
@@ -363,6 +373,11 @@ def _result_json(outcome: _Outcome) -> dict[str, Any]:
     return result | ({"fault": outcome.fault} if outcome.fault else {})
 
 
+def _hosts_text(engine: Engine) -> str:
+    hosts = engine.options.hosts
+    return f"{max(hosts) + 1} hosts · " if hosts else ""
+
+
 def _layout_json(engine: Engine) -> dict[str, Any]:
     def sizes(spans: Sequence[tuple[int, int]]) -> list[int]:
         return [stop - start for start, stop in spans]
@@ -379,6 +394,7 @@ def _layout_json(engine: Engine) -> dict[str, Any]:
         "schedule": engine.options.schedule,
         "micro_batches": engine.schedule.micro_batches,
         "comm": "solo" if layout.world == 1 else engine.comm,
+        **({"hosts": list(engine.options.hosts)} if engine.options.hosts else {}),
         "kernels": engine.body,
         "threads": engine.threads,
     }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from anyshard.comm.base import CommKind
     from anyshard.model import Program
 
-__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need", "pages_in"]
+__all__ = ["DEFAULT_SEQUENCES", "MemoryNeed", "kv_bytes", "memory_need", "pages_in", "tensors_of"]
 
 DEFAULT_SEQUENCES: Final = 32  # of --max-num-seqs
 PROCESS_BYTES: Final = 64 << 20  # of a process besides weights and KV; 30 to 79 MB measured
@@ -93,9 +93,13 @@ def memory_need(
     comm: Literal["auto"] | CommKind = "auto",
     record: bool = False,
     prompt_logits: int = 0,
+    hosts: Sequence[int] = (),
+    host: int = 0,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
+    hosts: of each rank, where there are several; what is counted is of `host`, which loads what its
+    ranks read.
     kv_pages: most of --kv-memory. micro_batches: those that take turns. comm: the wire, for what
     the ranks import. prompt_logits: prompt tokens whose logits are asked for. record: at most
     `num_seqs` runs are held, each until it has ended.
@@ -120,8 +124,13 @@ def memory_need(
         micro_batches=micro_batches,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
-    arithmetic = programs[0].profile.arithmetic
-    _, weights = image_directory(checkpoint.config, checkpoint.sources, arithmetic)
+    arithmetic, sources = programs[0].profile.arithmetic, checkpoint.sources
+    if hosts:
+        programs = [each for each in programs if hosts[each.rank] == host]
+        if not record:
+            names = tensors_of(programs)
+            sources = {name: source for name, source in sources.items() if name in names}
+    _, weights = image_directory(checkpoint.config, sources, arithmetic)
     return MemoryNeed(
         weights=weights,
         kv=sum(_kept_bytes(each, plan.ranks.num_pages, tokens=tokens) for each in programs),
@@ -130,10 +139,15 @@ def memory_need(
         + (num_seqs * tokens * digest_bytes(checkpoint.config) if record else 0)
         + (laid_by_bytes(programs, rows_max=plan.limits.rows_max) if record else 0),
         processes=(len(programs) + 2) * PROCESS_BYTES
-        + (len(programs) * TORCH_BYTES if comm == "torch" else 0),
+        + (len(programs) * TORCH_BYTES if comm == "torch" or hosts else 0),
         num_seqs=num_seqs,
         tokens=tokens,
     )
+
+
+def tensors_of(programs: Sequence[Program]) -> frozenset[str]:
+    """Names of those that these ranks read."""
+    return frozenset(weight.name for each in programs for op in each.ops for weight in op.weights)
 
 
 def _page_bytes(part: Program) -> int:

@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anyshard.cli.flags import SplitFlags
+from anyshard.cli.flags import ONE_HOST, HostFlags, SplitFlags
+from anyshard.cli.hosts import Share, head_group, refuse_threads
 from anyshard.cli.memory import (
     DEFAULT_SEQUENCES,
     MemoryNeed,
     kv_bytes,
     memory_need,
     pages_in,
+    tensors_of,
 )
 from anyshard.cli.screen import Bar
 from anyshard.errors import AnyshardError, LayoutError, OptionError
@@ -42,6 +44,7 @@ __all__ = [
     "context_limit",
     "image_cache",
     "layout_of",
+    "local_model",
     "open_model",
     "rank_group",
     "start_engine",
@@ -56,6 +59,7 @@ class Opened:
     `limit` is the most tokens that one of the `num_seqs` sequences in flight may hold; it
     `is_final` unless the prompts may turn out to need less. `free`: bytes of memory before anything
     is loaded, None where the system does not say. `record`: runs are recorded, weights hashed.
+    `host_flags`, `hosts`: of each rank, where there are several; memory is this one's, the head's.
     """
 
     flags: SplitFlags
@@ -68,6 +72,15 @@ class Opened:
     is_final: bool
     free: int | None
     record: bool = False
+    host_flags: HostFlags = ONE_HOST
+    hosts: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> frozenset[str] | None:
+        """Names of what the ranks of this host read; None where all ranks are here."""
+        if not self.hosts:
+            return None
+        return tensors_of([each for each in self.programs if self.hosts[each.rank] == 0])
 
     @property
     def config(self) -> ModelConfig:
@@ -118,6 +131,7 @@ class Opened:
             micro_batches=self.flags.micro_batches,
             comm=self.flags.comm,
             record=self.record,
+            hosts=self.hosts,
         )
 
     def _savers(self, tokens: int) -> Iterator[tuple[str, MemoryNeed]]:
@@ -211,6 +225,7 @@ def open_model(
     num_prompts: int,
     default_len: int | None = None,
     record: bool = False,
+    hosts: HostFlags = ONE_HOST,
 ) -> Opened:
     """Open and cut a model; a Hub id is fetched first, where its cache does not hold it.
 
@@ -218,10 +233,12 @@ def open_model(
     """
     from anyshard.checkpoint import open_checkpoint
     from anyshard.engine import profile_of
+    from anyshard.layout import hosts_of_ranks
     from anyshard.model import program
 
+    refuse_threads(flags, hosts)
     memory = read_memory()
-    checkpoint = open_checkpoint(_local(model, flags))
+    checkpoint = open_checkpoint(local_model(model, flags))
     arithmetic = checkpoint.arithmetic(flags.quantization)
     profile = profile_of(arithmetic, flags.kv, flags.wire)
     layout = layout_of(checkpoint.config, profile, flags)
@@ -240,10 +257,12 @@ def open_model(
         is_final=flags.max_model_len is not None or default_len is not None,
         free=None if memory is None else memory[1],
         record=record,
+        host_flags=hosts,
+        hosts=hosts_of_ranks(layout, hosts.num_hosts) if hosts.num_hosts > 1 else (),
     ).within_kv_memory()
 
 
-def _local(model: str | None, flags: SplitFlags) -> str | None:
+def local_model(model: str | None, flags: SplitFlags) -> str | None:
     """MODEL, or the place of a Hub id in the cache.
 
     A process of its own fetches it: that leaves threads behind, and the front is yet to fork.
@@ -284,13 +303,14 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
         arithmetic=opened.profile.arithmetic,
         kv=opened.profile.kv,
         wire=opened.profile.wire,
+        names=opened.tensors,
     )
     gate = None
     if opened.flags.comm != "threads" and not opened.fits(opened.limit):
         gate = _Gate()
         load = gate.before(load)
     try:
-        with _closed(_group(load, opened.flags, body)) as group:
+        with _closed(_over_hosts(_group(load, opened.flags, body), opened)) as group:
             yield Loading(opened, group, gate)
     finally:
         if gate is not None:
@@ -364,6 +384,19 @@ def _group(load: Load, flags: SplitFlags, body: RankMain | None = None) -> RankG
     if flags.comm == "threads":
         return ThreadGroup(load, body or rank_main)
     return fork_launcher(load, body or rank_main, deadline_s=flags.deadline)
+
+
+def _over_hosts(group: RankGroup, opened: Opened) -> RankGroup:
+    """The group of all hosts, where there are several."""
+    from anyshard.launcher import LauncherHandle
+
+    if not opened.hosts:
+        return group
+    assert isinstance(group, LauncherHandle)
+    share = Share.of(
+        opened.config, opened.profile, opened.layout, opened.hosts, record=opened.record
+    )
+    return head_group(group, opened.host_flags, share, deadline_s=opened.flags.deadline)
 
 
 def image_cache(flags: SplitFlags) -> ImageCache | None:
@@ -453,6 +486,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
             max_num_seqs=opened.num_seqs,
             max_model_len=limit,
             links=flags.links(layout.pp),
+            hosts=opened.hosts,
             kv_pages=opened.kv_pages,
             deadline_s=flags.deadline,
             record=opened.record,
@@ -462,8 +496,8 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
     )
     if engine.crowded:
         print(
-            f"note: {layout.world} ranks x {engine.threads} threads on {engine.cores} cores "
-            "take turns; that may cost speed, not bits",
+            f"note: {opened.hosts.count(0) or layout.world} ranks x {engine.threads} threads on "
+            f"{engine.cores} cores take turns; that may cost speed, not bits",
             file=sys.stderr,
         )
     many = min(opened.num_seqs, engine.schedule.micro_batches)

@@ -22,6 +22,7 @@ from anyshard.comm.link import EmulatedLink, LinkSpec
 from anyshard.errors import AnyshardError, PeerLost
 
 __all__ = [
+    "HERE",
     "WIRE_KINDS",
     "Comm",
     "CommKind",
@@ -30,6 +31,7 @@ __all__ = [
     "Exchange",
     "ExchangeSpec",
     "FloatArray",
+    "Place",
     "WireKind",
     "WireSizes",
     "check_floats",
@@ -74,7 +76,8 @@ class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
     `hop_bytes` is the largest message to the next stage, rows_max rows as ops/wire.py counts them,
     without its header;
     `hop_depth` how many a stage may be ahead of the next one. `links`: emulated ones, to each next
-    stage, then from the last one to the front; none, or one for each stage.
+    stage, then from the last one to the front; none, or one for each stage. `hosts`: of each rank,
+    by number, 0 the front's; none where all ranks are on one.
     """
 
     tp: int
@@ -83,11 +86,26 @@ class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
     hop_bytes: int = 0
     hop_depth: int = 2
     links: tuple[LinkSpec, ...] = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
         """Ranks of the epoch."""
         return self.tp * self.pp
+
+    def host_of(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return self.hosts[rank] if self.hosts else 0
+
+    def ranks_of(self, host: int) -> list[int]:
+        """The ranks of a host."""
+        return [rank for rank in range(self.world) if self.host_of(rank) == host]
+
+    @property
+    def has_wide_stage(self) -> bool:
+        """Whether ranks of one stage are on several hosts."""
+        first = [rank - rank % self.tp for rank in range(self.world)]
+        return any(self.host_of(rank) != self.host_of(root) for rank, root in enumerate(first))
 
     def exchange_index(self, name: str) -> int:
         """Position of the exchange called `name`. Raises: ValueError naming those that exist."""
@@ -95,6 +113,22 @@ class WireSizes(msgspec.Struct, frozen=True, kw_only=True):
             if spec.name == name:
                 return index
         raise ValueError(f"no exchange {name!r}; have {[spec.name for spec in self.exchanges]}")
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a host stands among several: its number (0 is the front's), its own address, and the
+    address where the ranks of all hosts find each other. `clock_ns`: what the head's monotonic
+    clock is ahead of this host's."""
+
+    host: int = 0
+    address: str = "127.0.0.1"
+    store_address: str = ""
+    store_port: int = 0
+    clock_ns: int = 0
+
+
+#: Of the only host.
+HERE = Place()
 
 
 class Counters:

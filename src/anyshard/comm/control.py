@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,11 @@ __all__ = [
     "FrontControl",
     "RankControl",
     "RankStatus",
+    "Relay",
     "Result",
     "StatusView",
+    "publish_frame",
+    "publish_stop",
 ]
 
 Int32Array = NDArray[np.int32]
@@ -157,6 +160,53 @@ def _checksum(epoch: int, sequence: int, parts: tuple[bytes, ...]) -> int:
     for part in parts:
         crc = zlib.crc32(part, crc)
     return crc
+
+
+def publish_frame(
+    region: EpochRegion, sequence: int, *, rows: bytes, pages: bytes, note: bytes
+) -> None:
+    """Give the ranks of this host a frame; by the front, or for it.
+
+    rows: ROW[n], pages: PAGE[m], within the sizes of the region.
+    """
+    _write_frame(region, sequence, rows, pages, note)
+    region.signals(region.front).publish(CHANNEL_FRAME, sequence % WRAP, region.ranks_here)
+
+
+def _write_frame(
+    region: EpochRegion, sequence: int, rows: bytes, pages: bytes, note: bytes
+) -> None:
+    """Into its slot."""
+    sizes, layout, memory = region.sizes.control, region.layout, region.memory
+    at = layout.frame_offset + (sequence % sizes.frame_slots) * layout.frame_bytes
+    crc = _checksum(region.epoch, sequence, (rows, pages, note))
+    counts = len(rows) // ROW.itemsize, len(pages) // PAGE.itemsize, len(note)
+    FRAME_HEADER.pack_into(memory, at, FRAME_MAGIC, crc, region.epoch, sequence % WRAP, *counts)
+    rows_at = at + _BODY
+    memory[rows_at : rows_at + len(rows)] = rows
+    pages_at = rows_at + sizes.rows_max * ROW.itemsize
+    memory[pages_at : pages_at + len(pages)] = pages
+    note_at = pages_at + sizes.pages_max * PAGE.itemsize
+    memory[note_at : note_at + len(note)] = note
+
+
+def publish_stop(region: EpochRegion, last_sequence: int) -> None:
+    """Ask the ranks of this host to leave after frame `last_sequence`."""
+    region.set_stopping(last_sequence)
+    next_sequence = (last_sequence + 1) % WRAP
+    region.signals(region.front).publish(CHANNEL_FRAME, next_sequence, region.ranks_here)
+
+
+class Relay(Protocol):
+    """Takes frames to the ranks of other hosts."""
+
+    def frame(self, sequence: int, *, rows: bytes, pages: bytes, note: bytes) -> None:
+        """See publish_frame. Raises: PeerLost."""
+        ...
+
+    def leave(self, last_sequence: int) -> None:
+        """See publish_stop."""
+        ...
 
 
 class RankControl:
@@ -327,8 +377,9 @@ class FrontControl:
         *,
         poll: Callable[[], None],
         deadline_s: float,
+        relay: Relay | None = None,
     ) -> None:
-        self.epoch = region.epoch
+        self._relay = relay
         self.sequence = 0
         self._region = region
         self._sizes = region.sizes.control
@@ -394,23 +445,11 @@ class FrontControl:
             self._wait_askers(done + 1, "all ranks to finish a frame")
         row_bytes = np.ascontiguousarray(rows, ROW).tobytes()
         page_bytes = np.ascontiguousarray(pages, PAGE).tobytes() if len(pages) else b""
-        self._write(sequence, row_bytes, page_bytes, note)
+        if self._relay is not None:  # first: theirs is the longer way
+            self._relay.frame(sequence, rows=row_bytes, pages=page_bytes, note=note)
+        publish_frame(self._region, sequence, rows=row_bytes, pages=page_bytes, note=note)
         self.sequence = sequence
-        self._signals.publish(CHANNEL_FRAME, sequence % WRAP, self._ranks)
         return sequence
-
-    def _write(self, sequence: int, rows: bytes, pages: bytes, note: bytes) -> None:
-        sizes, layout, memory = self._sizes, self._region.layout, self._region.memory
-        at = layout.frame_offset + (sequence % sizes.frame_slots) * layout.frame_bytes
-        crc = _checksum(self.epoch, sequence, (rows, pages, note))
-        counts = len(rows) // ROW.itemsize, len(pages) // PAGE.itemsize, len(note)
-        FRAME_HEADER.pack_into(memory, at, FRAME_MAGIC, crc, self.epoch, sequence % WRAP, *counts)
-        rows_at = at + _BODY
-        memory[rows_at : rows_at + len(rows)] = rows
-        pages_at = rows_at + sizes.rows_max * ROW.itemsize
-        memory[pages_at : pages_at + len(pages)] = pages
-        note_at = pages_at + sizes.pages_max * PAGE.itemsize
-        memory[note_at : note_at + len(note)] = note
 
     def wait_result(
         self,
@@ -521,5 +560,6 @@ class FrontControl:
 
     def send_stop(self) -> None:
         """Ask all ranks to leave: after the frames sent so far, `next_frame` returns None."""
-        self._region.set_stopping(self.sequence)
-        self._signals.publish(CHANNEL_FRAME, (self.sequence + 1) % WRAP, self._ranks)
+        if self._relay is not None:
+            self._relay.leave(self.sequence)
+        publish_stop(self._region, self.sequence)

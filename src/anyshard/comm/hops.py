@@ -37,10 +37,13 @@ HOP_HEADER_BYTES: Final = _HEADER.size
 
 @dataclass
 class HopTag:
-    """Which rows a hop carries: those of a frame of an epoch. The worker counts frames up."""
+    """Which rows a hop carries: those of a frame of an epoch. The worker counts frames up.
+
+    `clock_ns`: what to add to this host's clock, so that stamps of all hosts are of one."""
 
     epoch: int
     frame: int = 0
+    clock_ns: int = 0
 
     def __str__(self) -> str:
         return f"frame {self.frame} of epoch {self.epoch}"
@@ -58,7 +61,7 @@ class HopTimes:
 
 def seal_hop(header: memoryview, payload: ByteArray, tag: HopTag) -> None:
     """Write the header, HOP_HEADER_BYTES, of a message that stands in its buffer."""
-    sent_ns = time.monotonic_ns()
+    sent_ns = time.monotonic_ns() + tag.clock_ns
     _HEADER.pack_into(header, 0, HOP_MAGIC, 0, tag.epoch, tag.frame, payload.size, sent_ns)
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(header, payload))
 
@@ -68,7 +71,7 @@ def open_hop(
 ) -> int | None:
     """Check a message against what rank `here` runs; `payload` is all that its buffer holds.
 
-    When it was sent, of the sender's time.monotonic_ns; None if it is of an earlier epoch, and to
+    When it was sent, in time.monotonic_ns of this host; None if it is of an earlier epoch, and to
     be dropped. Raises: AnyshardError with both values.
     """
     magic, checksum, epoch, frame, size, sent_ns = _HEADER.unpack_from(header, 0)
@@ -90,7 +93,7 @@ def open_hop(
             f"rank {here} has a damaged hop from rank {sender}, {tag}: its checksum is"
             f" {have:#010x}, its header says {checksum:#010x}"
         )
-    return int(sent_ns)
+    return int(sent_ns) - tag.clock_ns
 
 
 def _checksum(header: memoryview, payload: ByteArray) -> int:

@@ -15,6 +15,9 @@ ranks over Gloo, whose own waits know only of broken connections). The launcher 
 once, and names a rank that has been stopped for the deadline; a stopped rank gives no sign either.
 Silence is added up look by look, so a freeze of the whole machine is nobody's silence.
 
+Where ranks are on several hosts, each host tells the head of the signs of life of its own
+(comm/mirror.py), and only the head judges ranks of others.
+
 What no deadline can tell apart: an endless loop in an op, and a very long op. Both are alive.
 Held by: test_liveness.py.
 """
@@ -87,6 +90,9 @@ class Liveness:
         self._records = [region.status(rank) for rank in range(region.sizes.wires.world)]
         self._waiting = [record["waiting_for"].data for record in self._records]
         self._pid = os.getpid()
+        here, wires = region.place.host, region.sizes.wires
+        self._is_here = [wires.host_of(rank) == here for rank in range(wires.world)]
+        self._is_head = here == 0
 
     def introduce(self, rank: int) -> None:
         """Say which process and thread `rank` is; by the rank itself."""
@@ -118,11 +124,18 @@ class Liveness:
         """Changes as long as `rank` is alive."""
         record = self._records[rank]
         operations = int(record["operations"][0])
+        if not self._is_here[rank]:
+            return rank, operations, int(record["relayed"][0])
         if self.waiting_for(rank) is not None:
             return rank, operations
         pid, thread = int(record["pid"][0]), int(record["thread"][0])
         is_thread = pid == self._pid
         return rank, operations, *processor_sign(pid, thread if is_thread else None)
+
+    def is_seen(self, rank: int) -> bool:
+        """Whether this host hears of a rank's signs of life: the head does of all ranks', the
+        others of their own."""
+        return self._is_head or self._is_here[rank]
 
 
 class Vigil:
@@ -135,4 +148,6 @@ class Vigil:
     def lost(self, peer: int) -> int | None:
         """Look at whoever holds up `peer`: the rank that is lost, if the deadline has passed."""
         culprit = self._liveness.culprit(peer)
+        if not self._liveness.is_seen(culprit):
+            return None
         return culprit if self._patience.is_over(self._liveness.sign(culprit)) else None

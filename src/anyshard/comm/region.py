@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.comm.base import WIRE_KINDS, ExchangeSpec, FloatArray, WireSizes
+from anyshard.comm.base import HERE, WIRE_KINDS, ExchangeSpec, FloatArray, Place, WireSizes
 from anyshard.comm.hops import ByteArray
 from anyshard.comm.signals import (
     LINE_BYTES,
@@ -42,8 +42,10 @@ __all__ = [
     "CHANNEL_HOP_ACK",
     "CHANNEL_READY",
     "CHANNEL_RESULT",
+    "FRAME_HEADER",
     "MOST_FRAMES",
     "PAGE",
+    "RESULT_HEADER",
     "ROW",
     "STATUS",
     "ControlSizes",
@@ -69,7 +71,8 @@ FAILURE_BYTES = 512
 #: under way, and digests of one are collected beside those.
 MOST_FRAMES = MOST_MICRO_BATCHES + 2
 #: What a rank tells of itself; one writer, read by front, launcher and peers at any time.
-#: `waiting_for` is a rank + 1, 0 for none (comm/liveness.py).
+#: `waiting_for` is a rank + 1, 0 for none; `relayed` a sign of life that has come from another host
+#: (comm/liveness.py).
 STATUS = np.dtype(
     {
         "names": [
@@ -85,6 +88,7 @@ STATUS = np.dtype(
             "pid",
             "thread",
             "waiting_for",
+            "relayed",
             "blamed",
             "exit_code",
             "failure",
@@ -102,6 +106,7 @@ STATUS = np.dtype(
             "<i4",
             "<i4",
             "<i4",
+            "<u4",
             "<i4",
             "<i4",
             f"S{FAILURE_BYTES}",
@@ -269,21 +274,33 @@ class EpochRegion:
         descriptor: int,
         store_fd: int,
         pipes: Pipes | None,
+        place: Place = HERE,
     ) -> None:
         self.sizes = sizes
         self.epoch = epoch
         self.layout = RegionLayout.of(sizes)
         self.descriptor = descriptor  # -1: private memory, threads only
-        self.store_fd = store_fd  # an empty memfd for the FileStore of comm/torch.py; -1: none
+        self.store_fd = store_fd  # where the ranks of comm/torch.py meet: an empty memfd, or of
+        # several hosts the head's listening socket; -1: none
+        self.place = place
         self._pipes = pipes
         self._signals: dict[int, Signals] = {}
         self.memory = mmap.mmap(descriptor, self.layout.total_bytes)
         self._words = np.frombuffer(self.memory, np.uint32, self.layout.words_bytes // 4)
 
     @classmethod
-    def create(cls, sizes: EpochSizes, epoch: int, *, shared: bool) -> EpochRegion:
+    def create(
+        cls,
+        sizes: EpochSizes,
+        epoch: int,
+        *,
+        shared: bool,
+        place: Place = HERE,
+        listening_fd: int = -1,
+    ) -> EpochRegion:
         """A zeroed region: a memfd to fork with, or private memory for threads.
 
+        Of several hosts each has one, at its `place`; `listening_fd`, on the head, goes over to it.
         Raises: OSError if the memory cannot be had; ValueError from RegionLayout.
         """
         layout = RegionLayout.of(sizes)
@@ -292,9 +309,11 @@ class EpochRegion:
         if shared:
             descriptor = os.memfd_create(f"anyshard-epoch-{epoch}")
             os.ftruncate(descriptor, layout.total_bytes)
-            store_fd = os.memfd_create(f"anyshard-store-{epoch}")
+            store_fd = listening_fd
+            if not sizes.wires.hosts:
+                store_fd = os.memfd_create(f"anyshard-store-{epoch}")
         pipes = Pipes.create(layout.num_members) if body == "pipes" else None
-        return cls(sizes, epoch, descriptor=descriptor, store_fd=store_fd, pipes=pipes)
+        return cls(sizes, epoch, descriptor=descriptor, store_fd=store_fd, pipes=pipes, place=place)
 
     def front_fds(self) -> list[int]:
         """What the front needs, for SCM_RIGHTS: the memfd, then its inbox and all others."""
@@ -305,14 +324,16 @@ class EpochRegion:
         return descriptors
 
     @classmethod
-    def attach(cls, sizes: EpochSizes, epoch: int, descriptors: list[int]) -> EpochRegion:
+    def attach(
+        cls, sizes: EpochSizes, epoch: int, descriptors: list[int], place: Place = HERE
+    ) -> EpochRegion:
         """Map a region from `front_fds`; takes over the descriptors."""
         pipes = None
         if len(descriptors) > 1:
             inboxes = [(-1, write_fd) for write_fd in descriptors[2:]]
             inboxes[-1] = (descriptors[1], descriptors[-1])
             pipes = Pipes(inboxes)
-        return cls(sizes, epoch, descriptor=descriptors[0], store_fd=-1, pipes=pipes)
+        return cls(sizes, epoch, descriptor=descriptors[0], store_fd=-1, pipes=pipes, place=place)
 
     @property
     def front(self) -> int:
@@ -323,6 +344,11 @@ class EpochRegion:
     def sampler(self) -> int:
         """The rank that posts results: tp rank 0 of the last stage."""
         return self.sizes.wires.world - self.sizes.wires.tp
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """The ranks of this host."""
+        return self.sizes.wires.ranks_of(self.place.host)
 
     def signals(self, member: int) -> Signals:
         """The signals as `member` sees them; one object a member, it remembers what it has read."""

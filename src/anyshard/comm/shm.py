@@ -171,7 +171,7 @@ class Shm:
         self.tp = wires.tp
         self.pp = wires.pp
         self.counters = Counters()
-        self.tag, self.times = HopTag(region.epoch), HopTimes()
+        self.tag, self.times = HopTag(region.epoch, clock_ns=region.place.clock_ns), HopTimes()
         self._exchanges = {
             spec.name: _ShmExchange(self, index) for index, spec in enumerate(wires.exchanges)
         }

@@ -9,6 +9,7 @@ import array
 import os
 import socket
 import struct
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -98,25 +99,28 @@ class ChannelClosed(AnyshardError):
     """The other end is gone."""
 
 
-class Channel:
-    """One end of the pair."""
+M = TypeVar("M")
 
-    def __init__(self, end: socket.socket) -> None:
+
+class Channel(Generic[M]):
+    """One end of a stream of messages; `kinds` is M, the union of their types."""
+
+    def __init__(self, end: socket.socket, kinds: Any) -> None:
         self._socket = end
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kinds)
 
-    @classmethod
-    def pair(cls) -> tuple[Channel, Channel]:
-        """Two connected ends."""
+    @staticmethod
+    def pair() -> tuple[Channel[Message], Channel[Message]]:
+        """Two connected ends, of a front and its launcher."""
         one, other = socket.socketpair()
-        return cls(one), cls(other)
+        return Channel(one, Message), Channel(other, Message)
 
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, message: Message, descriptors: list[int] | None = None) -> None:
+    def send(self, message: M, descriptors: list[int] | None = None) -> None:
         """Raises: ChannelClosed; ValueError for a message over the bound, with both sizes."""
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
@@ -134,7 +138,7 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the other end is gone") from error
 
-    def receive(self, timeout_s: float) -> tuple[Message, list[int]]:
+    def receive(self, timeout_s: float) -> tuple[M, list[int]]:
         """The next message, whole.
 
         Raises: TimeoutError if it does not come or stops half-way; ChannelClosed; AnyshardError

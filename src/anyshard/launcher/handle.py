@@ -134,10 +134,19 @@ def raise_lost(lost: RankLost) -> NoReturn:
     raise error
 
 
+def raise_failed(failed: Failed) -> NoReturn:
+    """Raise what a load, or a start, ended with."""
+    error = UserError(failed.message) if failed.is_user else AnyshardError(failed.message)
+    error.exit_code = failed.exit_code
+    if failed.details:
+        error.add_note(failed.details)
+    raise error
+
+
 class LauncherHandle:
     """A forked launcher, as its parent sees it; made by `fork_launcher`. One thread may use it."""
 
-    def __init__(self, channel: Channel, pid: int, *, deadline_s: float) -> None:
+    def __init__(self, channel: Channel[Message], pid: int, *, deadline_s: float) -> None:
         self.pid = pid
         self.pids: list[int] = []
         self._channel = channel
@@ -151,64 +160,79 @@ class LauncherHandle:
         self._exit_status: int | None = None
         self._epoch = -1
         self._may_have_ranks = False
-        self._lost: RankLost | None = None
+        self.lost: RankLost | None = None  #: what has ended the epoch
         self._gone = ""  # why the launcher is no more
+
+    def fileno(self) -> int:
+        """For selectors: readable when the launcher has something to say."""
+        return self._channel.fileno()
 
     def wait_loaded(
         self, progress: Progress | None = None, *, deadline_s: float | None = None
     ) -> bytes:
         """See RankGroup.wait_loaded."""
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        while True:
+        while (payload := self.look_loaded(_SLICE_S, progress)) is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise PeerLost(f"loading took more than {deadline_s:g} s")
-            match self._next_message(_SLICE_S):
-                case LoadProgress(done, total, doing):
-                    if progress is not None:
-                        progress(done, total, doing)
-                case Loaded(payload):
-                    return payload
-                case Failed() as failed:
-                    self.close()
-                    self._raise_failed(failed)
-                case None:
-                    pass
-                case message:
-                    raise AnyshardError(f"the launcher sent {type(message).__name__}")
+        return payload
+
+    def look_loaded(self, timeout_s: float, progress: Progress | None = None) -> bytes | None:
+        """Wait for its next word; the payload if all is loaded. Raises as `wait_loaded` does."""
+        match self._next_message(timeout_s):
+            case LoadProgress(done, total, doing):
+                if progress is not None:
+                    progress(done, total, doing)
+            case Loaded(payload):
+                return payload
+            case Failed() as failed:
+                self.close()
+                raise_failed(failed)
+            case None:
+                pass
+            case message:
+                raise AnyshardError(f"the launcher sent {type(message).__name__}")
+        return None
 
     def start(self, start: Start) -> FrontControl:
         """See RankGroup.start."""
+        return FrontControl(self.region(start), poll=self.poll, deadline_s=start.deadline_s)
+
+    def region(self, start: Start, *, listening_fd: int | None = None) -> EpochRegion:
+        """Begin an epoch; its mapping. `listening_fd`: where ranks of several hosts meet, on the
+        head (`comm.region.EpochRegion`)."""
         self._forget_epoch()
         self._epoch = start.epoch
         self._may_have_ranks = True
-        self._send(start)
+        self._send(start, [] if listening_fd is None else [listening_fd])
         patience = Patience(self._answer_s)
         while True:
             message, descriptors = self._next_with_descriptors(_SLICE_S, patience)
             match message:
                 case Started(epoch, pids) if epoch == start.epoch:
                     self.pids = pids
-                    region = EpochRegion.attach(start.sizes, start.epoch, descriptors)
-                    self._region = region
-                    return FrontControl(region, poll=self.poll, deadline_s=start.deadline_s)
+                    self._region = EpochRegion.attach(
+                        start.sizes, start.epoch, descriptors, start.place
+                    )
+                    return self._region
                 case Failed() as failed:
-                    self._raise_failed(failed)
+                    raise_failed(failed)
                 case _:
                     pass  # of an earlier epoch
 
     def poll(self) -> None:
         """See RankGroup.poll."""
-        while self._lost is None and (message := self._next_message(0.0)) is not None:
+        while self.lost is None and (message := self._next_message(0.0)) is not None:
             match message:
                 case RankLost(epoch) as lost if epoch == self._epoch:
-                    self._lost = lost
+                    self.lost = lost
                     self.pids = []
                 case Failed() as failed:
-                    self._raise_failed(failed)
+                    raise_failed(failed)
                 case _:
                     pass
-        if self._lost is not None:
-            raise_lost(self._lost)
+        if self.lost is not None:
+            raise_lost(self.lost)
 
     def end(self) -> None:
         """See RankGroup.end."""
@@ -243,23 +267,16 @@ class LauncherHandle:
 
     def _forget_epoch(self) -> None:
         self.pids = []
-        self._lost = None
+        self.lost = None
         region, self._region = self._region, None
         if region is not None:
             region.close_descriptors()
 
-    def _raise_failed(self, failed: Failed) -> NoReturn:
-        error = UserError(failed.message) if failed.is_user else AnyshardError(failed.message)
-        error.exit_code = failed.exit_code
-        if failed.details:
-            error.add_note(failed.details)
-        raise error
-
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         if self._gone:
             raise PeerLost(self._gone)
         try:
-            self._channel.send(message)
+            self._channel.send(message, descriptors)
         except ChannelClosed:
             self._launcher_gone()
         except TimeoutError:

@@ -32,6 +32,7 @@ from anyshard.launcher.channel import (
     Failed,
     Loaded,
     LoadProgress,
+    Message,
     RankLost,
     Started,
     Stop,
@@ -192,7 +193,7 @@ class _Epoch:
         failure = failure_of(self.region, rank.rank)
         if failure is not None:
             text, blamed, exit_code = failure
-            if blamed != rank.rank and 0 <= blamed < len(self.ranks):
+            if blamed != rank.rank and 0 <= blamed < self.start.world:
                 return blamed, text, exit_code, False
             prefix = "" if exit_code == UserError.exit_code else f"rank {rank.rank} failed: "
             return rank.rank, prefix + text, exit_code, True
@@ -200,6 +201,10 @@ class _Epoch:
             return None
         reason = f"rank {rank.rank} left with exit code {code} without being asked to"
         return rank.rank, reason, PeerLost.exit_code, True
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines that a rank has written; none of one on another host."""
+        return next((each.tail() for each in self.ranks if each.rank == rank), [])
 
     @property
     def is_over(self) -> bool:
@@ -218,7 +223,7 @@ class _Epoch:
 
 
 def run_launcher(
-    channel: Channel,
+    channel: Channel[Message],
     front_pid: int,
     load: Load,
     rank_main: RankMain,
@@ -254,7 +259,7 @@ def _leave_terminal() -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _serve(channel: Channel, load: Load, rank_main: RankMain) -> int:
+def _serve(channel: Channel[Message], load: Load, rank_main: RankMain) -> int:
     try:
         state, payload = load(_percent_sender(channel))
         launcher = _Launcher(channel, state, rank_main)
@@ -269,7 +274,7 @@ def _serve(channel: Channel, load: Load, rank_main: RankMain) -> int:
     return launcher.loop()
 
 
-def _percent_sender(channel: Channel) -> Progress:
+def _percent_sender(channel: Channel[Message]) -> Progress:
     """Sends at most about a hundred messages, so that a front that does not look blocks nobody."""
     sent = -1
 
@@ -297,7 +302,7 @@ def _failed(error: Exception) -> Failed:
 class _Launcher:
     """The loop after loading."""
 
-    def __init__(self, channel: Channel, state: object, rank_main: RankMain) -> None:
+    def __init__(self, channel: Channel[Message], state: object, rank_main: RankMain) -> None:
         self._channel = channel
         self._state = state
         self._rank_main = rank_main
@@ -334,7 +339,7 @@ class _Launcher:
             os.read(self._wakeup_fd, 4096)
 
     def _take_message(self) -> None:
-        message, _ = self._channel.receive(_RECEIVE_S)
+        message, descriptors = self._channel.receive(_RECEIVE_S)
         match message:
             case Stop():
                 self._leaving = True
@@ -345,14 +350,14 @@ class _Launcher:
             case Start():
                 self._kill_epoch()
                 try:
-                    self._begin(message)
+                    self._begin(message, *descriptors)
                 except (AnyshardError, *REFUSALS, ValueError, OverflowError) as error:
                     self._kill_epoch()
                     self._channel.send(_failed(error))
             case _:
                 raise AnyshardError(f"the front sent {type(message).__name__}")
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: Start, listening_fd: int = -1) -> None:
         if start.epoch <= self._last_epoch:
             raise AnyshardError(f"epoch {start.epoch} after epoch {self._last_epoch}")
         if (num_threads := _num_threads()) != 1:
@@ -361,9 +366,15 @@ class _Launcher:
                 " pools before load returns and set OPENBLAS_NUM_THREADS=1"
             )
         self._last_epoch = start.epoch
-        region = EpochRegion.create(start.sizes, start.epoch, shared=True)
+        region = EpochRegion.create(
+            start.sizes,
+            start.epoch,
+            shared=True,
+            place=start.place,
+            listening_fd=listening_fd,
+        )
         epoch = self._epoch = _Epoch(start, region)
-        for rank in range(start.world):
+        for rank in region.ranks_here:
             forked = self._fork_rank(epoch, rank)
             epoch.ranks.append(forked)
             self._selector.register(forked.log_fd, selectors.EVENT_READ, self._log_taker(forked))
@@ -446,7 +457,7 @@ class _Launcher:
             rank, reason, exit_code = fault
             number = epoch.start.epoch
             self._kill_epoch()
-            tail = epoch.ranks[rank].tail()
+            tail = epoch.tail(rank)
             self._channel.send(RankLost(number, rank, reason, exit_code, tail))
         elif epoch.is_over:
             self._kill_epoch()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from anyshard.comm.base import Comm, CommKind
+from anyshard.comm.base import HERE, Comm, CommKind, Place
 from anyshard.comm.control import RankControl
 from anyshard.comm.region import EpochRegion, EpochSizes
 from anyshard.comm.shm import Shm
@@ -34,13 +34,15 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Begin an epoch: `payload` is for rank_main alone, everything else sizes the group.
 
     `epoch` must be larger than any before. `deadline_s` bounds a rank's wait for one peer and
-    the time a rank may stay stopped.
+    the time a rank may stay stopped. `place`: of this host, where there are several; its ranks are
+    those that `sizes` says.
     """
 
     epoch: int
     payload: bytes
     sizes: EpochSizes
     deadline_s: float = 10.0
+    place: Place = HERE
 
     @property
     def world(self) -> int:
@@ -83,17 +85,27 @@ class Seat:
         """The wire asked for; the one place that chooses.
 
         "shm" and "threads" are one body over this epoch's mapping, and Solo in a world of one;
-        "torch" imports torch here. Raises: ValueError for "solo" with more ranks, or "torch"
+        "torch" imports torch here. So does "shm" for hops to other hosts, and where a stage is on
+        several it is "torch". Raises: ValueError for "solo" with more ranks, or "torch"
         among threads.
         """
         wires, deadline_s = self.start.sizes.wires, self.start.deadline_s
-        if kind == "torch":
+        if kind == "torch" or wires.has_wide_stage:
             from anyshard.comm.torch import Torch
 
             return Torch(self.region, rank=self.rank)
         if kind == "solo" or self.start.world == 1:
             return Solo(wires)
+        if any(wires.host_of(rank) != self.start.place.host for rank in self._neighbours()):
+            from anyshard.comm.torch import Across
+
+            return Across(self.region, rank=self.rank, deadline_s=deadline_s)
         return Shm(self.region, rank=self.rank, deadline_s=deadline_s, kind=self.kind)
+
+    def _neighbours(self) -> list[int]:
+        """The ranks that this one's hops come from and go to."""
+        tp, world = self.start.sizes.wires.tp, self.start.world
+        return [rank for rank in (self.rank - tp, self.rank + tp) if 0 <= rank < world]
 
 
 #: Serves frames until next_frame() returns None; an exception loses the rank.

@@ -1,0 +1,223 @@
+"""One model over several hosts: how they find each other, and what the head has the others load.
+
+The same command runs on every host; only the head reads prompts (a whole run of another host is in
+member.py). Knows nothing of frames.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from anyshard import __version__
+from anyshard.cli.flags import HostFlags, SplitFlags
+from anyshard.config import Arithmetic, KvType, WireType
+from anyshard.errors import OptionError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from anyshard.config import ModelConfig, Profile
+    from anyshard.launcher import HostGroup, LauncherHandle
+    from anyshard.layout import Layout
+
+__all__ = [
+    "Share",
+    "ended",
+    "from_torchrun",
+    "hash_of",
+    "head_group",
+    "head_port",
+    "refuse_threads",
+    "say",
+]
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What a head tells the others to load: the cuts, the arithmetic, and who has which rank.
+
+    `config`: a hash of the model's shapes. `record`: runs are recorded, which takes all weights.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    ffn: tuple[tuple[int, int], ...]
+    vocab: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int], ...]
+    arithmetic: Arithmetic
+    kv: KvType
+    wire: WireType
+    profile_sha256: str
+    config: str
+    hosts: tuple[int, ...]
+    record: bool
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        profile: Profile,
+        layout: Layout,
+        hosts: tuple[int, ...],
+        *,
+        record: bool,
+    ) -> Share:
+        """Of a model that is opened and cut."""
+        return cls(
+            heads=layout.heads,
+            ffn=layout.ffn,
+            vocab=layout.vocab,
+            layers=layout.layers,
+            arithmetic=profile.arithmetic,
+            kv=profile.kv,
+            wire=profile.wire,
+            profile_sha256=profile.sha256(),
+            config=hash_of(config),
+            hosts=hosts,
+            record=record,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The cuts as a layout."""
+        from anyshard.layout import Layout
+
+        return Layout(heads=self.heads, ffn=self.ffn, vocab=self.vocab, layers=self.layers)
+
+
+def hash_of(config: ModelConfig) -> str:
+    """Of its shapes, hex."""
+    return hashlib.sha256(repr(config).encode()).hexdigest()
+
+
+def agree(name: str, mine: bytes, theirs: bytes) -> None:
+    """Raises: UserError if a member has loaded another file than the head; payloads of loads."""
+    from anyshard.engine import LoadReport
+
+    here, there = LoadReport.of(mine), LoadReport.of(theirs)
+    if here.content_sha256 != there.content_sha256:
+        raise UserError(
+            f"{name} has other weights: its file has the hash {there.content_sha256[:12]}, the one "
+            f"here {here.content_sha256[:12]}; copy the same file to both"
+        )
+    if there.note:
+        print(f"note: {name}: {there.note}", file=sys.stderr)
+
+
+def from_torchrun(flags: HostFlags) -> HostFlags:
+    """The flags, filled in from torchrun's environment where that started this process.
+
+    Raises: OptionError for flags that contradict it, or several processes a host.
+    """
+    environment = os.environ
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return flags
+    nnodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    processes = environment.get("LOCAL_WORLD_SIZE", "1")
+    if processes != "1":
+        raise OptionError(
+            f"torchrun starts {processes} processes a host; take --nproc-per-node 1: anyshard "
+            "forks the ranks of a host itself, of -tp times -pp on all hosts"
+        )
+    if flags.num_hosts not in (1, nnodes):
+        raise OptionError(
+            f"--nnodes is {flags.nnodes}, and torchrun has {nnodes} hosts; leave it out"
+        )
+    if nnodes == 1:
+        return flags
+    return replace(
+        flags,
+        nnodes=nnodes,
+        node_rank=int(environment["GROUP_RANK"]),
+        master_addr=environment["MASTER_ADDR"],
+    )
+
+
+def _store_key() -> tuple[str, int, str] | None:
+    """Address and port of torchrun's store, and the key of the head's port; None without one."""
+    environment = os.environ
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    run = environment["TORCHELASTIC_RUN_ID"], environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), f"anyshard/{'/'.join(run)}"
+
+
+def _through_store(flags: HostFlags, value: str | None) -> str:
+    """Put a value into torchrun's store, or wait for it there; in a process of its own, since that
+    imports torch."""
+    from anyshard.launcher import fork_launcher
+
+    store = _store_key()
+    assert store is not None
+    address, port, key = store
+
+    def ask(progress: object) -> tuple[object, bytes]:
+        from anyshard.comm.torch import through_store
+
+        found = through_store(address, port, key, value, timeout_s=flags.join_timeout)
+        return None, found.encode()
+
+    def no_rank(seat: object) -> None:
+        raise AssertionError("no rank is started here")
+
+    with ended(fork_launcher(ask, no_rank)) as group:
+        return group.wait_loaded().decode()
+
+
+@contextmanager
+def ended(group: LauncherHandle) -> Iterator[LauncherHandle]:
+    """The group, closed at the end."""
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def head_group(
+    local: LauncherHandle, flags: HostFlags, share: Share, *, deadline_s: float
+) -> HostGroup:
+    """The rank group of all hosts, of which `local` is the head's; takes it over.
+
+    Raises: OptionError where the head cannot listen.
+    """
+    from anyshard.launcher import HostGroup, Terms, listen
+
+    assert flags.master_addr is not None
+    try:
+        by_torchrun = _store_key() is not None
+        listening = listen(flags.master_addr, 0 if by_torchrun else flags.master_port)
+        if by_torchrun:
+            _through_store(flags, str(listening.getsockname()[1]))
+    except BaseException:
+        local.close()
+        raise
+    terms = Terms(
+        nnodes=flags.num_hosts,
+        version=__version__,
+        share=msgspec.msgpack.encode(share),
+        agree=agree,
+        tell=say,
+        join_s=flags.join_timeout,
+    )
+    return HostGroup(local, listening, terms, deadline_s=deadline_s)
+
+
+def say(text: str) -> None:
+    """A note to the user, at once."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def head_port(flags: HostFlags) -> int:
+    """Where a member finds the head: --master-port, or what torchrun's store says."""
+    return flags.master_port if _store_key() is None else int(_through_store(flags, None))
+
+
+def refuse_threads(split: SplitFlags, hosts: HostFlags) -> None:
+    """Raises: OptionError for ranks as threads over several hosts."""
+    if hosts.num_hosts > 1 and split.comm == "threads":
+        raise OptionError("--comm threads is for one host; leave it out with --nnodes")

@@ -1,0 +1,192 @@
+"""A run of a host that is not the head: load the share of its ranks, and run the head's frames.
+
+Prompts, answers and figures are the head's. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from anyshard import __version__
+from anyshard.cli.flags import HostFlags, SplitFlags
+from anyshard.cli.hosts import Share, ended, hash_of, head_port, say
+from anyshard.cli.memory import memory_need, tensors_of
+from anyshard.cli.running import image_cache, local_model
+from anyshard.cli.screen import Bar
+from anyshard.errors import AnyshardError, OptionError, PeerLost, UserError
+from anyshard.host import read_memory
+
+if TYPE_CHECKING:
+    from anyshard.checkpoint import Checkpoint
+    from anyshard.launcher import Member, Start
+    from anyshard.model import Program
+    from anyshard.worker import RankPlan
+
+__all__ = ["run_member"]
+
+MOST_RANKS_NAMED: Final = 8
+
+
+def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
+    """Be a host that is not the head, until the head ends; the exit code.
+
+    Raises: UserError where this host or the head refuses, PeerLost.
+    """
+    from anyshard.checkpoint import open_checkpoint
+    from anyshard.launcher import Hello, Member, connect, interface_of
+    from anyshard.ops import choose_body
+
+    assert flags.master_addr is not None and flags.node_rank is not None
+    checkpoint = open_checkpoint(local_model(model, split))
+    body, port = choose_body(split.kernels), head_port(flags)
+    say(f"host {flags.node_rank} of {flags.num_hosts} asks for {flags.master_addr}, port {port}")
+    channel = connect(flags.master_addr, port, patience_s=flags.join_timeout)
+    member, interface = Member(channel), interface_of(channel.here)
+    hello = Hello(flags.node_rank, flags.num_hosts, __version__, body, interface)
+    try:
+        share = msgspec.msgpack.decode(
+            member.join(hello, patience_s=flags.join_timeout), type=Share
+        )
+        say(
+            f"host {flags.node_rank} of {flags.num_hosts} has joined {channel.peer} from "
+            f"{channel.here}{f' ({interface})' if interface else ''}"
+        )
+        _Host(checkpoint, split, share, flags.node_rank).run(member)
+    except PeerLost:
+        raise
+    except AnyshardError as error:
+        member.fail(error)
+        raise
+    finally:
+        channel.close()
+    say(f"host 0 has ended; {member.frames} frames were run here")
+    return 0
+
+
+class _Host:
+    """What a member loads and runs."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, split: SplitFlags, share: Share, number: int
+    ) -> None:
+        from anyshard.engine import profile_of
+        from anyshard.model import program
+
+        config, layout = checkpoint.config, share.layout
+        self.checkpoint, self.split, self.share, self.number = checkpoint, split, share, number
+        self.profile = profile_of(share.arithmetic, share.kv, share.wire)
+        if share.config != hash_of(config):
+            raise UserError(
+                f"{checkpoint.path} is another model than host 0 has; give the same one on both"
+            )
+        if share.profile_sha256 != self.profile.sha256():
+            raise UserError(
+                f"the profile here is {self.profile.sha256()[:12]}, on host 0 "
+                f"{share.profile_sha256[:12]}: its constants differ; install the same anyshard"
+            )
+        _refuse_other_flags(split, share)
+        self.programs: Sequence[Program] = [
+            program(config, self.profile, layout, rank) for rank in range(layout.world)
+        ]
+        self.mine = [each for each in self.programs if share.hosts[each.rank] == number]
+
+    def run(self, member: Member) -> None:
+        """Load, and serve."""
+        from anyshard.engine import loader
+        from anyshard.launcher import fork_launcher
+        from anyshard.worker import rank_main
+
+        say(_ranks_text(self.mine))
+        load = loader(
+            self.checkpoint,
+            threads=len(os.sched_getaffinity(0)),
+            cache=image_cache(self.split),
+            record=self.share.record,
+            arithmetic=self.share.arithmetic,
+            kv=self.share.kv,
+            wire=self.share.wire,
+            names=tensors_of(self.mine),
+        )
+        group = fork_launcher(load, rank_main, deadline_s=self.split.deadline)
+        with ended(group):
+            with Bar("loading weights") as bar:
+                member.load(group, bar.update)
+            member.serve(group, self.prepare)
+
+    def prepare(self, start: Start) -> Start:
+        """The head's Start, with the threads and kernels of this host. Raises: LayoutError."""
+        from msgspec.structs import replace as changed
+
+        from anyshard.epoch import SPIN_US
+        from anyshard.ops import choose_body
+        from anyshard.worker import RankPlan
+
+        plan = msgspec.msgpack.decode(start.payload, type=RankPlan)
+        self._admit(plan)
+        cores = len(os.sched_getaffinity(0))
+        body = choose_body(self.split.kernels)
+        asked = self.split.threads or max(1, cores // len(self.mine))
+        threads = 1 if body == "reference" else asked
+        spin = len(self.mine) * threads <= cores
+        payload = changed(plan, kernels=body, threads=threads, spin=spin)
+        return changed(
+            start,
+            payload=msgspec.msgpack.encode(payload),
+            sizes=changed(start.sizes, spin_us=SPIN_US if spin else 0),
+        )
+
+    def _admit(self, plan: RankPlan) -> None:
+        memory = read_memory()
+        if memory is None:
+            return
+        need = memory_need(
+            self.checkpoint,
+            self.programs,
+            tokens=plan.max_model_len,
+            num_seqs=plan.num_slots,
+            chunk=plan.rows_max - plan.num_slots,
+            kv_pages=plan.num_pages,
+            record=plan.record,
+            hosts=self.share.hosts,
+            host=self.number,
+        )
+        need = replace(need, weights=0)  # which are loaded by now
+        need.refuse_over(memory[1])
+
+
+def _refuse_other_flags(split: SplitFlags, share: Share) -> None:
+    """Raises: OptionError for a flag that was given here and says other than the head's."""
+
+    def sizes(spans: Sequence[tuple[int, int]]) -> str:
+        return ",".join(str(stop - start) for start, stop in spans)
+
+    layout = share.layout
+    asked = {
+        "-tp": (split.tensor_parallel_size, layout.tp),
+        "-pp": (split.pipeline_parallel_size, layout.pp),
+        "--heads": (split.heads, sizes(layout.heads)),
+        "--layers": (split.layers, sizes(layout.layers)),
+        "--quantization": (split.quantization, "int8" if share.arithmetic == "int8" else "none"),
+        "--kv-cache-dtype": (split.kv_cache_dtype, share.kv),
+        "--wire-dtype": (split.wire_dtype, "int8" if share.wire == "int8" else "f32"),
+    }
+    for flag, (here, there) in asked.items():
+        if here not in (None, "auto", there):
+            raise OptionError(
+                f"{flag} is {here} here and {there} on host 0; give the same flags on all hosts"
+            )
+
+
+def _ranks_text(programs: Sequence[Program]) -> str:
+    """Which ranks a host has, of which layers."""
+    parts = [
+        f"rank {each.rank} (layers {each.layers[0]} to {each.layers[1] - 1})"
+        for each in programs[:MOST_RANKS_NAMED]
+    ]
+    more = len(programs) - len(parts)
+    return "this host has " + ", ".join(parts) + (f" and {more} more" if more else "")

@@ -1,0 +1,293 @@
+"""What hosts tell each other of their mappings, and whom a head takes: no rank and no model run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from anyshard.comm.base import Place, WireSizes
+from anyshard.comm.control import PAGE, ROW, RankControl, publish_frame, publish_stop
+from anyshard.comm.liveness import Liveness, Vigil
+from anyshard.comm.mirror import HeadMirror, MemberMirror, RankSighting, Sighting
+from anyshard.comm.region import CHANNEL_READY, ControlSizes, EpochRegion, EpochSizes
+from anyshard.comm.signals import LATE, REACHED
+from anyshard.errors import AnyshardError, PeerLost, UserError
+from anyshard.launcher.channel import ChannelClosed, Failed, Loaded
+from anyshard.launcher.hosts import HostGroup, Terms
+from anyshard.launcher.meeting import Hello, HostChannel, Ping, Pong, Refused, Welcome, listen
+from anyshard.ops import native_module
+from anyshard.trace import EVENT
+
+BODIES = ["pipes"] if native_module() is None else ["native", "pipes"]
+HOSTS = (1, 1, 0, 0)  # of ranks 0 to 3: the stages of tp 2, pp 2
+EVENTS, COLUMNS, ROWS = 5, 3, 7
+
+
+def regions(body: Any) -> tuple[EpochRegion, EpochRegion]:
+    """The mappings of the head and of host 1, of one epoch."""
+    sizes = EpochSizes(
+        wires=WireSizes(tp=2, pp=2, hosts=HOSTS),
+        control=ControlSizes(
+            rows_max=ROWS, pages_max=4, digest_columns=COLUMNS, trace_events=EVENTS
+        ),
+        signals=body,
+    )
+    head, member = (
+        EpochRegion.create(sizes, 5, shared=False, place=Place(host=host, clock_ns=1000 * host))
+        for host in (0, 1)
+    )
+    return head, member
+
+
+def events_of(region: EpochRegion, rank: int, first: int, count: int) -> None:
+    """Write events number `first` on, each of which starts at its number."""
+    written, ring = region.event_ring(rank)
+    for number in range(first, first + count):
+        ring[number % EVENTS] = (number, number + 1, 0, number, 1, 0)
+    written[0] = first + count
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_frame_goes_over_and_what_ranks_say_comes_back(body: str) -> None:
+    head, member = regions(body)
+    mirror, into = MemberMirror(member), HeadMirror(head)
+    ranks = [RankControl(member, rank=rank) for rank in (0, 1)]
+    front = head.signals(head.front)
+    waiter = front.waiter(CHANNEL_READY, receivers=(), senders=[0, 1], spin_us=0)
+    rows: NDArray[Any] = np.zeros(3, ROW)
+    rows["token"] = [11, 12, 13]
+    pages: NDArray[Any] = np.zeros(1, PAGE)
+
+    def step(rank: RankControl, number: int) -> None:
+        frame = rank.next_frame(5.0)
+        assert frame is not None and frame.rows["token"].tolist() == [11, 12, 13]
+        assert (frame.note, len(frame.pages)) == (b"note", 1)
+        rank.status.beat()
+        rank.post_digests(frame.sequence, np.full((3, COLUMNS), number, np.uint64))
+        rank.next_frame(5.0)
+
+    threads = [
+        threading.Thread(target=step, args=(rank, 70 + number)) for number, rank in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    sighting = mirror.look(5_000_000)
+    assert sighting is not None and (sighting.asked, sighting.rows) == (1, 0)
+    assert waiter.wait(1, 0) >= LATE, "the head has not heard of it"
+    into.put(1, sighting)
+    assert waiter.wait(1, 0) == REACHED
+    events_of(member, 0, 0, 3)
+    publish_frame(member, 1, rows=rows.tobytes(), pages=pages.tobytes(), note=b"note")
+    sighting = mirror.look(5_000_000)
+    assert sighting is not None and (sighting.asked, sighting.rows) == (2, 3)
+    into.put(1, sighting)
+    assert waiter.wait(2, 0) == REACHED
+    for rank in (0, 1):
+        assert (head.digests(1, rank)[:3] == 70 + rank).all()
+        assert not head.digests(1, rank)[3:].any()
+        assert head.status(rank)["operations"][0] >= 1
+        assert head.status(rank)["pid"][0] == member.status(rank)["pid"][0]
+    assert not head.status(2)["operations"][0] and not head.status(3)["operations"][0]
+    count, ring = head.event_ring(0)
+    assert int(count[0]) == 3 and ring["start"][:3].tolist() == [1000, 1001, 1002]
+    publish_stop(member, 1)
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_events_that_the_ring_has_lost_are_lost_on_the_head_too() -> None:
+    head, member = regions(BODIES[0])
+    into, mirror = HeadMirror(head), MemberMirror(member)
+    signals = [member.signals(rank) for rank in (0, 1)]
+    for asked, first, count in ((1, 0, 2), (2, 2, 9), (3, 11, 0), (4, 11, 4)):
+        events_of(member, 1, first, count)
+        for each in signals:
+            each.publish(CHANNEL_READY, asked, (member.front,))
+        sighting = mirror.look(5_000_000)
+        assert sighting is not None and sighting.asked == asked
+        into.put(1, sighting)
+        written, ring = head.event_ring(1)
+        last = first + count
+        assert int(written[0]) == last
+        want = [1000 + number for number in range(max(0, last - EVENTS), last)]
+        assert sorted(ring["start"].tolist())[-len(want) :] == want
+
+
+def test_a_sighting_of_other_sizes_is_refused_with_both() -> None:
+    head, _ = regions(BODIES[0])
+    status = head.status(0).tobytes()
+    right = RankSighting(status, 1)
+    wrong = {
+        "tells of 1 ranks": Sighting(5, 1, 0, (right,)),
+        "tells of 2 ranks and 8 rows": Sighting(5, 1, ROWS + 1, (right, right)),
+        f"{len(status) - 1}, 0 and 0 bytes": Sighting(
+            5, 1, 0, (right, RankSighting(status[1:], 1))
+        ),
+        f"{len(status)}, 8 and 0 bytes": Sighting(
+            5, 2, 2, (right, RankSighting(status, 1, digests=b"12345678"))
+        ),
+        f"0 and {EVENT.itemsize - 1} bytes": Sighting(
+            5, 1, 0, (right, RankSighting(status, 1, events=bytes(EVENT.itemsize - 1)))
+        ),
+    }
+    for words, sighting in wrong.items():
+        with pytest.raises(AnyshardError, match=words):
+            HeadMirror(head).put(1, sighting)
+
+
+def test_the_head_judges_ranks_of_all_hosts_and_others_only_their_own() -> None:
+    head, member = regions(BODIES[0])
+    vigil = Vigil(Liveness(head), 0.0)
+    vigil.lost(1)
+    assert vigil.lost(1) == 1, "no sign has come"
+    head.status(1)["relayed"] = 17
+    assert Vigil(Liveness(head), 30.0).lost(1) is None
+    far = Vigil(Liveness(member), 0.0)
+    assert [far.lost(3) for _ in range(3)] == [None] * 3
+    member.status(0)["waiting_for"] = 3 + 1  # and so whoever waits for it, waits for the head's
+    assert [far.lost(0) for _ in range(3)] == [None] * 3
+
+
+# --- whom a head takes ---
+
+
+class Loads:
+    """A launcher of the head's that has loaded at once."""
+
+    def look_loaded(self, timeout_s: float, progress: Any = None) -> bytes:
+        return b"mine"
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+@contextmanager
+def gathering(
+    said: list[str], *, nnodes: int = 3, join_s: float = 5.0
+) -> Iterator[tuple[int, threading.Thread, list[BaseException]]]:
+    """A head that waits for its members on a thread: its port, and what it ended with."""
+
+    def agree(name: str, mine: bytes, theirs: bytes) -> None:
+        if theirs != mine:
+            raise UserError(f"{name} has {theirs!r}")
+
+    terms = Terms(
+        nnodes=nnodes, version="1", share=b"share", agree=agree, tell=said.append, join_s=join_s
+    )
+    listening = listen("127.0.0.1", 0)
+    port: int = listening.getsockname()[1]
+    group = HostGroup(Loads(), listening, terms, deadline_s=1.0)  # type: ignore[arg-type]
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            assert group.wait_loaded() == b"mine"
+        except BaseException as error:  # noqa: BLE001  looked at by the test
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield port, thread, ended
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+        group.close()
+
+
+def comes(port: int, number: int, *, version: str = "1", nnodes: int = 3) -> HostChannel:
+    channel = HostChannel(socket.create_connection(("127.0.0.1", port)))
+    channel.send(Hello(number, nnodes, version, "scalar", ""))
+    return channel
+
+
+def test_a_head_takes_each_host_once_and_refuses_others_by_name() -> None:
+    said: list[str] = []
+    with gathering(said) as (port, thread, ended):
+        first = comes(port, 1)
+        assert first.receive(5.0) == Welcome(b"share")
+        wrong = {
+            "--node-rank 1 is taken, by host 1 (127.0.0.1)": comes(port, 1),
+            "--node-rank is 0; it can be 1 to 2": comes(port, 0),
+            "--node-rank is 3; it can be 1 to 2": comes(port, 3),
+            "host 0 runs anyshard 1, this one 2": comes(port, 2, version="2"),
+            "host 0 was told --nnodes 3, this one 4": comes(port, 2, nnodes=4),
+        }
+        for words, channel in wrong.items():
+            assert channel.receive(5.0) == Refused(words)
+            channel.close()
+        for garbage in (b"\x00" * 8, b"\xff" * 64, b"\x05\x00\x00\x00\x00\x00\x00\x00hello"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(garbage)
+        first.send(Ping())
+        assert isinstance(first.receive(5.0), Pong)
+        second = comes(port, 2)
+        assert second.receive(5.0) == Welcome(b"share")
+        for channel in (first, second):
+            channel.send(Loaded(b"mine"))
+        thread.join(5)
+        assert not ended
+        first.close()
+        second.close()
+    assert sum(line.startswith("refused 127.0.0.1") for line in said) == len(wrong)
+
+
+def test_a_member_with_other_weights_is_told_and_ends_the_run() -> None:
+    with gathering([], nnodes=2) as (port, thread, ended):
+        other = comes(port, 1, nnodes=2)
+        assert other.receive(5.0) == Welcome(b"share")
+        other.send(Loaded(b"theirs"))
+        assert other.receive(5.0) == Refused("host 1 (127.0.0.1) has b'theirs'")
+        thread.join(5)
+        other.close()
+    (error,) = ended
+    assert isinstance(error, UserError) and error.exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["failed", "gone", "garbage", "wrong", "never"])
+def test_a_member_that_does_not_load_is_named(what: str) -> None:
+    with gathering([], nnodes=2, join_s=1.0) as (port, thread, ended):
+        if what != "never":
+            other = comes(port, 1, nnodes=2)
+            assert other.receive(5.0) == Welcome(b"share")
+        if what == "failed":
+            other.send(Failed(True, "no memory", 2))
+        elif what == "gone":
+            other.close()
+        elif what == "garbage":
+            body = msgspec.msgpack.encode({"type": "none"})
+            other._connection.sendall(len(body).to_bytes(4, "little") + bytes(4) + body)
+        elif what == "wrong":
+            other.send(Welcome(b""))
+        thread.join(10)
+        if what not in ("never", "gone"):
+            other.close()
+    (error,) = ended
+    want: dict[str, tuple[type[BaseException], str]] = {
+        "failed": (UserError, "host 1 (127.0.0.1): no memory"),
+        "gone": (PeerLost, "host 1 (127.0.0.1) has closed its connection"),
+        "garbage": (PeerLost, "host 1 (127.0.0.1) sent what is no message: "),
+        "wrong": (PeerLost, "host 1 (127.0.0.1) sent what is no message: a Welcome"),
+        "never": (PeerLost, "host 1 did not join within 1 s"),
+    }
+    kind, words = want[what]
+    assert isinstance(error, kind) and str(error).startswith(words)
+
+
+def test_a_channel_that_is_closed_wakes_its_reader() -> None:
+    with listen("127.0.0.1", 0) as listening:
+        mine = HostChannel(socket.create_connection(listening.getsockname()))
+        theirs = HostChannel(listening.accept()[0])
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        mine.receive(5.0)
+    mine.close()
