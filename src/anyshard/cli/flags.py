@@ -66,7 +66,7 @@ class SplitFlags:
     heads: str | None = None
     "Query heads of each rank, such as 5,4; implies -tp."
     layers: str | None = None
-    "Layers of each stage, such as 22,8; implies -pp."
+    "Layers of each stage, such as 22,8; implies -pp. auto, or auto:prefill, measures what is best."
     kv_shard: Literal["auto", "heads", "sequence"] = "auto"
     "Keys and values of each rank: of its heads, or of its blocks of the sequence (less memory)."
     threads: int | None = None
@@ -113,9 +113,11 @@ class SplitFlags:
         self.links(None)
         for flag, asked, cut in (
             ("-tp", self.tensor_parallel_size, self.head_counts),
-            ("-pp", self.pipeline_parallel_size, self.layer_counts),
+            ("-pp", self.pipeline_parallel_size, self.balance or self.layer_counts),
         ):
-            if asked is not None and cut is not None and asked != len(cut):
+            if asked is None and cut is not None and cut == self.balance:
+                raise OptionError(f"--layers {self.layers} needs -pp, the number of stages")
+            if asked is not None and isinstance(cut, tuple) and asked != len(cut):
                 name = "--heads" if flag == "-tp" else "--layers"
                 raise OptionError(
                     f"{flag} {asked} contradicts {name}, which has {len(cut)} parts; drop one"
@@ -161,8 +163,23 @@ class SplitFlags:
         return _counts(self.heads, "--heads")
 
     @property
+    def balance(self) -> Literal["decode", "prefill"] | None:
+        """What --layers auto is measured for."""
+        names: dict[str | None, Literal["decode", "prefill"]] = {
+            "auto": "decode",
+            "auto:decode": "decode",
+            "auto:prefill": "prefill",
+        }
+        return names.get(self.layers)
+
+    @property
     def layer_counts(self) -> tuple[int, ...] | None:
-        """--layers as numbers."""
+        """--layers as numbers. Raises: OptionError for what is none, also auto."""
+        if self.balance is not None:
+            raise OptionError(
+                f"--layers {self.layers} is measured by generate and chat; numbers such as 22,8 "
+                "are needed here"
+            )
         return _counts(self.layers, "--layers")
 
 

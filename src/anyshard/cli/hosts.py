@@ -34,7 +34,7 @@ __all__ = [
     "hash_of",
     "head_group",
     "head_port",
-    "refuse_threads",
+    "refuse_alone",
     "say",
 ]
 
@@ -217,7 +217,14 @@ def head_port(flags: HostFlags) -> int:
     return flags.master_port if _store_key() is None else int(_through_store(flags, None))
 
 
-def refuse_threads(split: SplitFlags, hosts: HostFlags) -> None:
-    """Raises: OptionError for ranks as threads over several hosts."""
-    if hosts.num_hosts > 1 and split.comm == "threads":
+def refuse_alone(split: SplitFlags, hosts: HostFlags) -> None:
+    """Raises: OptionError for what several hosts cannot do."""
+    if hosts.num_hosts == 1:
+        return
+    if split.comm == "threads":
         raise OptionError("--comm threads is for one host; leave it out with --nnodes")
+    if split.balance is not None:
+        raise OptionError(
+            f"--layers {split.layers} measures all layers on one host; with --nnodes give numbers, "
+            "which anyshard trace names"
+        )

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anyshard.cli.balance import EPOCH, balanced_layout
 from anyshard.cli.flags import ONE_HOST, HostFlags, SplitFlags
-from anyshard.cli.hosts import Share, head_group, refuse_threads
+from anyshard.cli.hosts import Share, head_group, refuse_alone
 from anyshard.cli.memory import (
     DEFAULT_SEQUENCES,
     MemoryNeed,
@@ -236,7 +237,7 @@ def open_model(
     from anyshard.layout import hosts_of_ranks
     from anyshard.model import program
 
-    refuse_threads(flags, hosts)
+    refuse_alone(flags, hosts)
     memory = read_memory()
     checkpoint = open_checkpoint(local_model(model, flags))
     arithmetic = checkpoint.arithmetic(flags.quantization)
@@ -419,7 +420,7 @@ def layout_of(config: ModelConfig, profile: Profile, split: SplitFlags) -> Layou
         tp=split.tensor_parallel_size or 1,
         pp=split.pipeline_parallel_size or 1,
         heads=split.head_counts,
-        layers=split.layer_counts,
+        layers=None if split.balance else split.layer_counts,
         kv_shard="sequence" if split.kv_shard == "sequence" else "heads",
         wire=profile.wire,
         leaf=profile.leaf,
@@ -471,29 +472,27 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         )
     if layout != loading.opened.layout:
         print(f"note: {_why_sequence(loading.opened, opened, limit)}", file=sys.stderr)
-    engine = Engine(
-        loading.group,
-        opened.config,
-        opened.profile,
-        layout,
-        EngineOptions(
-            kernels=flags.kernels,
-            comm=flags.comm,
-            threads=flags.threads,
-            chunk=min(opened.chunk, limit),
-            schedule=flags.schedule,
-            micro_batches=flags.micro_batches,
-            max_num_seqs=opened.num_seqs,
-            max_model_len=limit,
-            links=flags.links(layout.pp),
-            hosts=opened.hosts,
-            kv_pages=opened.kv_pages,
-            deadline_s=flags.deadline,
-            record=opened.record,
-            trace_events=trace_events,
-        ),
-        cores=len(os.sched_getaffinity(0)),
+    options = EngineOptions(
+        kernels=flags.kernels,
+        comm=flags.comm,
+        threads=flags.threads,
+        chunk=min(opened.chunk, limit),
+        schedule=flags.schedule,
+        micro_batches=flags.micro_batches,
+        max_num_seqs=opened.num_seqs,
+        max_model_len=limit,
+        links=flags.links(layout.pp),
+        hosts=opened.hosts,
+        kv_pages=opened.kv_pages,
+        deadline_s=flags.deadline,
+        record=opened.record,
+        trace_events=trace_events,
     )
+    group, model = loading.group, (opened.config, opened.profile)
+    if flags.balance is not None and layout.pp > 1:
+        layout = balanced_layout(group, *model, layout, options, by=flags.balance)
+    cores = len(os.sched_getaffinity(0))
+    engine = Engine(group, *model, layout, options, cores=cores, epoch=EPOCH + 1)
     if engine.crowded:
         print(
             f"note: {opened.hosts.count(0) or layout.world} ranks x {engine.threads} threads on "
