@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from grid import the_model
 from hypothesis import given
 from hypothesis import strategies as st
+from models import ADVERSARIAL_9_3, write_hf_model
 
 from anyshard.bench.timeline import page, predicted, run_record, run_text
 from anyshard.cli import main
@@ -298,3 +301,19 @@ def test_the_last_events_are_kept_where_a_run_is_longer_than_its_ring() -> None:
         assert len(rank.events) == 16 and rank.lost > 20
         assert (np.diff(rank.events["start"].astype(np.int64)) > 0).all()
     assert "events are not kept" in run_text(run)
+
+
+def test_verify_writes_what_the_ranks_of_every_cell_did(tmp_path: Path) -> None:
+    model = write_hf_model(tmp_path / "model", ADVERSARIAL_9_3, seed=5)
+    file = tmp_path / "cells.json.gz"
+    done = subprocess.run(
+        [sys.executable, "-m", "anyshard.cli", "verify", str(model), "--layouts", "pp3,tp2",
+         "--in-process", "--prompt-tokens", "40", "--tokens", "3", "--trace", str(file)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = {run.name: run for run in read_trace(file)}
+    assert list(runs) == ["verify tp1", "verify pp3", "verify tp2"]
+    assert [len(run.ranks) for run in runs.values()] == [1, 3, 2]
+    for run in runs.values():
+        assert all(rank.sent == rank.ledger and len(rank.events) for rank in run.ranks)

@@ -29,7 +29,8 @@ def trace(
 ) -> int:
     """Show what each rank of a traced run waited for, and which stage sets the pace.
 
-    generate and bench write the file with --trace. It is Chrome's format: Perfetto opens it, too.
+    generate, bench and verify write the file with --trace. It is Chrome's format, which Perfetto
+    opens, too.
 
     Parameters
     ----------
@@ -68,7 +69,11 @@ class TraceFile:
 
     def add(self, engine: Engine, name: str) -> None:
         """What an engine's ranks did so far."""
-        self._runs.append(engine.traced(name))
+        self.add_run(engine.traced(name))
+
+    def add_run(self, run: Run) -> None:
+        """What the ranks of a run did."""
+        self._runs.append(run)
 
     def write(self) -> None:
         """All that was added. Raises: OptionError where the system refuses."""

@@ -24,6 +24,7 @@ from anyshard.cli.inputs import spare_model, spare_streams
 from anyshard.cli.parting import Parting, admit_cells
 from anyshard.cli.running import Opened, open_model, rank_group, wait_loaded
 from anyshard.cli.screen import Bar, abandon_stdout, tell
+from anyshard.cli.trace import TraceFile
 from anyshard.errors import (
     AnyshardError,
     DifferenceFound,
@@ -142,6 +143,7 @@ def verify(
     against: Against | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     report: str | None = None,
+    trace: str | None = None,
 ) -> int:
     """Run many layouts against the unsplit model and compare every logit, bit by bit.
 
@@ -177,10 +179,13 @@ def verify(
         Print one JSON object with every cell, and nothing else.
     report
         Write a self-contained HTML page here.
+    trace
+        Write what every rank of every cell did when to this file, for anyshard trace.
     """
     if against is not None:
         used = [name for name, is_used in (
-            ("--report", report is not None), ("--in-process", in_process),
+            ("--report", report is not None), ("--trace", trace is not None),
+            ("--in-process", in_process),
             ("--prompt-tokens", prompt_tokens is not None), ("--tokens", tokens is not None),
             ("--deadline", deadline is not None),
             *((f"--{each.name}", getattr(cells, each.name) is not None) for each in fields(cells)),
@@ -202,7 +207,7 @@ def verify(
         kv_cache_dtype=kv_cache_dtype,
         wire_dtype=wire_dtype,
     )
-    return _Verify(model, cells, flags, prompt_tokens, tokens, json_output, report).run()
+    return _Verify(model, cells, flags, prompt_tokens, tokens, json_output, report, trace).run()
 
 
 class _Verify:
@@ -217,6 +222,7 @@ class _Verify:
         tokens: int | None,
         as_json: bool,
         report: str | None,
+        trace: str | None,
     ) -> None:
         in_range("prompt-tokens", prompt_tokens, 1, 1 << 16)
         in_range("tokens", tokens, 1, 1 << 12)
@@ -224,6 +230,7 @@ class _Verify:
         self._unsaid: AnyshardError | None = None
         self.path, self.as_json = model, as_json
         self.report = None if report is None else _report_target(report)
+        self.trace = None if trace is None else TraceFile(trace)
         self.grid, self.lists = cells.grid or "quick", cells.lists()
         self.asked_prompt, self.in_process = prompt_tokens, flags.comm == "threads"
         self.tokens = DEFAULT_TOKENS if tokens is None else tokens
@@ -246,6 +253,8 @@ class _Verify:
             report = self._compare(opened, loading.group, model, request, cells, skipped)
         self._tell(report)
         code = _exit_code(report)
+        if self.trace is not None:
+            self._write_trace(self.trace, code)
         if self.report is not None:
             try:
                 _write(self.report, html(report))
@@ -258,6 +267,14 @@ class _Verify:
                 raise self._unsaid
             print(f"anyshard: {self._unsaid}", file=sys.stderr)
         return code
+
+    def _write_trace(self, trace: TraceFile, code: int) -> None:
+        try:
+            trace.write()
+        except OptionError as error:
+            if not code:
+                raise
+            print(f"anyshard: {error}", file=sys.stderr)  # the verdict weighs more
 
     def _subject(self, opened: Opened) -> tuple[Model, RequestShape]:
         """The model and the request of every cell. Raises: PromptTooLong, OptionError."""
@@ -327,7 +344,12 @@ class _Verify:
             with Bar("comparing") as bar:
                 table.live = not (self.as_json or bar.shown)
                 checker = Checker(
-                    group, model, request, on_step=step, deadline_s=self.flags.deadline
+                    group,
+                    model,
+                    request,
+                    on_step=step,
+                    deadline_s=self.flags.deadline,
+                    on_trace=None if self.trace is None else self.trace.add_run,
                 )
                 parting = Parting(opened, group, model, epochs=checker.epochs)
                 total = checker.steps(cells)

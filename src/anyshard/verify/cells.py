@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -32,6 +32,7 @@ from anyshard.ledger import StepShape, WireCost, wire_cost
 from anyshard.ops import KernelChoice
 from anyshard.request import Request, Sampling
 from anyshard.schedule import ScheduleKind
+from anyshard.trace import Run
 from anyshard.verify.driver import Driver
 from anyshard.verify.naive import Order
 from anyshard.verify.prompt import hashed_tokens
@@ -68,6 +69,7 @@ NEIGHBOUR_TOKENS = 81
 BATCH = 17  # requests of a cell that has neighbours, if it does not say
 WHOLE = 1 << 16  # a chunk that holds any prompt
 GREEDY = Sampling()
+TRACE_EVENTS = 1 << 13  # kept of each rank of a cell
 DEADLINE_S = 30.0  # without a sign of life; an op that computes for long gives them
 
 
@@ -349,11 +351,13 @@ def run_cell(
     want_logits: bool = True,
     capture: Capture | None = None,
     deadline_s: float = DEADLINE_S,
+    on_trace: Callable[[Run], None] | None = None,
 ) -> Outcome:
     """Run the request through the engine, ignoring any end of text, as an epoch of `group`.
 
     Without `want_logits` only tokens come back, and greedy ranks exchange (value, id) pairs
-    instead of logits. capture: what the ranks copy (`capture.py`).
+    instead of logits. capture: what the ranks copy (`capture.py`). on_trace: hears what they did
+    when.
 
     Raises: PeerLost.
     """
@@ -363,7 +367,12 @@ def run_cell(
     options = _options(
         model, cell, num_seqs=len(requests), length=cell.tokens_max, deadline_s=deadline_s
     )
-    options = replace(options, prompt_logits=cell.prompt_logits, capture=capture)
+    options = replace(
+        options,
+        prompt_logits=cell.prompt_logits,
+        capture=capture,
+        trace_events=0 if on_trace is None else TRACE_EVENTS,
+    )
     engine = _engine(group, model, cell, options, epoch=epoch, steps=steps)
     mine, others = _Collected(keeps_rows=True), dict[int, _Collected]()
     collected: dict[int, _Collected] = {}
@@ -374,6 +383,8 @@ def run_cell(
         collected[event.request_id].add(event)
     statuses = engine.control.statuses()
     costs = [wire_cost(each, steps) for each in engine.programs]
+    if on_trace is not None:
+        on_trace(engine.traced(f"verify {cell.name}"))
     engine.close()
     timings, num_rows = engine.timings, sum(step.rows for step in steps)
     return Outcome(

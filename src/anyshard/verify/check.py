@@ -33,6 +33,7 @@ from anyshard.launcher import RankGroup
 from anyshard.launcher.seat import REFUSALS, error_text
 from anyshard.layout import Span
 from anyshard.ops.exact import F32
+from anyshard.trace import Run
 from anyshard.verify.cells import (
     DEADLINE_S,
     WHOLE,
@@ -131,7 +132,8 @@ def witness_cells(cell: Cell) -> dict[Axis, Cell]:
 class Checker:
     """Runs cells of one model in one loaded group, an epoch each; unsplit runs only once.
 
-    epochs: the numbers left for other runs of the group. on_step: called after every run.
+    epochs: the numbers left for other runs of the group. on_step: called after every run. on_trace:
+    hears what ranks did in those of the cells and unsplit ones.
     deadline_s: how long a rank may give no sign of life.
     """
 
@@ -143,8 +145,10 @@ class Checker:
         *,
         on_step: Callable[[], None] = lambda: None,
         deadline_s: float = DEADLINE_S,
+        on_trace: Callable[[Run], None] | None = None,
     ) -> None:
         self.group, self.model, self.request = group, model, request
+        self._on_trace = on_trace
         self._on_step, self.epochs = on_step, itertools.count(1)
         self._deadline_s = deadline_s
         self._unsplit: dict[Cell, Outcome] = {}
@@ -277,7 +281,14 @@ class Checker:
 
     def _run(self, cell: Cell) -> Outcome:
         epoch, deadline_s = next(self.epochs), self._deadline_s
-        outcome = run_cell(self.group, self.model, cell, epoch=epoch, deadline_s=deadline_s)
+        outcome = run_cell(
+            self.group,
+            self.model,
+            cell,
+            epoch=epoch,
+            deadline_s=deadline_s,
+            on_trace=self._on_trace,
+        )
         self._on_step()
         return outcome
 
