@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
 from grid import Loaded, baseline, run_cell, the_model, witness
 
+from anyshard.comm.base import EpochAborted, WireSizes
 from anyshard.comm.hops import HOP_HEADER_BYTES, HopTag, open_hop, seal_hop
 from anyshard.comm.link import EmulatedLink, LinkSpec, parse_link, parse_links
-from anyshard.comm.region import RegionLayout
+from anyshard.comm.region import (
+    CHANNEL_HOP,
+    ControlSizes,
+    EpochRegion,
+    EpochSizes,
+    RegionLayout,
+)
 from anyshard.comm.shm import Shm
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions, plan_epoch
@@ -361,6 +370,70 @@ def test_a_hop_of_an_earlier_epoch_is_dropped_and_let_in_gives_another_answer(
 
     monkeypatch.setattr("anyshard.comm.shm.open_hop", unfenced)
     assert run_cell(model, each).digest != baseline(model, each).digest
+
+
+# --- who owns a buffer of a hop ------------------------------------------------------------------
+
+DEPTH, MESSAGES, FLOATS = 3, 9, 5
+
+
+def hop_buffers(*, receiver: Literal["right", "one buffer", "no acks"]) -> list[list[float]]:
+    """What a stage gets that is late for every message, of one that writes the next in the same
+    array as soon as it is sent. Planted: all of the ring is one buffer; nobody waits for acks."""
+    wires = WireSizes(tp=1, pp=2, hop_bytes=4 * FLOATS, hop_depth=DEPTH)
+    control = ControlSizes(rows_max=1, pages_max=1)
+    region = EpochRegion.create(EpochSizes(wires=wires, control=control), 5, shared=False)
+    sender, late = (Shm(region, rank=rank, deadline_s=5.0, kind="threads") for rank in (0, 1))
+    if receiver == "one buffer":
+        sender._out_ring = [sender._out_ring[0]] * DEPTH
+        late._in_ring = [late._in_ring[0]] * DEPTH
+    elif receiver == "no acks":
+        sender._acks = late.signals.waiter(CHANNEL_HOP, receivers=(), senders=[], spin_us=0)
+
+    def send_all() -> None:
+        values = np.zeros(FLOATS, np.float32)
+        with suppress(EpochAborted):
+            for number in range(1, MESSAGES + 1):
+                sender.tag.frame = number
+                values.fill(number)
+                sender.send(values)
+
+    sending = threading.Thread(target=send_all)
+    sending.start()
+    got: list[list[float]] = []
+    try:
+        for number in range(1, MESSAGES + 1):
+            time.sleep(0.02)
+            into = np.zeros(FLOATS, np.float32)
+            late.tag.frame = number
+            late.receive(into)
+            got.append(into.tolist())
+    finally:
+        region.signals(region.front).abort()
+        sending.join(5.0)
+        assert not sending.is_alive()
+    return got
+
+
+def test_a_late_receiver_finds_every_message_as_it_was_sent() -> None:
+    """A sender is ahead by the ring at most, and waits before it writes a buffer that is owned by
+    who has not read it."""
+    want = [[float(number)] * FLOATS for number in range(1, MESSAGES + 1)]
+    assert hop_buffers(receiver="right") == want
+
+
+@pytest.mark.parametrize("planted", ["one buffer", "no acks"])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_buffer_that_is_written_before_it_is_read_is_noticed(
+    planted: Literal["one buffer", "no acks"], is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its header; without that, rows of another frame would be taken for this one's."""
+    if is_checked:
+        with pytest.raises(AnyshardError, match=r"of frame \d of epoch 5, rank 0 sent .* of frame"):
+            hop_buffers(receiver=planted)
+        return
+    monkeypatch.setattr("anyshard.comm.shm.open_hop", lambda *_, **__: 0)
+    assert hop_buffers(receiver=planted)[0] != [1.0] * FLOATS
 
 
 # --- links --------------------------------------------------------------------------------------
