@@ -299,6 +299,7 @@ def test_sockets_of_anyshard_and_torchrun_are_named_and_wide_ones_told_apart(
                 row.format(1, f"{wide[0]}:733D", "0A", 12),
                 row.format(2, f"{ours}:733E", "01", 13),  # connected
                 row.format(3, f"{ours}:733F", "0A", 14),
+                row.format(4, f"{ours}:7341", "0A", 17),
             ]
         )
     )
@@ -308,6 +309,9 @@ def test_sockets_of_anyshard_and_torchrun_are_named_and_wide_ones_told_apart(
         (8, "/venv/bin/python3\0/venv/bin/anyshard\0generate", (11, 12)),
         (9, "/usr/bin/python3\0/usr/bin/torchrun\0--no-python\0anyshard", (15, 16)),
         (10, "/usr/bin/sshd\0-D", (14,)),
+        (11, "python3\0-m\0http.server\0--directory\0/srv/anyshard", (14,)),
+        (12, "python3\0serve.py\0/usr/bin/torchrun", (14,)),
+        (13, "python3\0-u\0-m\0torch.distributed.run\0anyshard", (17,)),
     ):
         (proc / str(pid) / "fd").mkdir(parents=True)
         (proc / str(pid) / "cmdline").write_text(command)
@@ -321,6 +325,7 @@ def test_sockets_of_anyshard_and_torchrun_are_named_and_wide_ones_told_apart(
         (7, "anyshard", "127.0.0.1", 0x733C, False),
         (8, "anyshard", "0.0.0.0", 0x733D, True),
         (9, "torchrun", "::", 0x7340, True),
+        (13, "torchrun", "127.0.0.1", 0x7341, False),
     ]
     with socket.create_server(("127.0.0.1", 0)) as mine:
         inode = int(os.readlink(f"/proc/self/fd/{mine.fileno()}")[8:-1])

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -105,15 +106,21 @@ INT8 = ("--quantization", "int8", "--kv-cache-dtype", "int8", "--wire-dtype", "i
 CASES = {
     "pp2": (2, ("-pp", "2"), ()),
     "layers 7,3,20 over three": (3, ("--layers", "7,3,20"), ("--chunk", "3")),
+    "pp4 over two": (2, ("-pp", "4"), ("--kv-shard", "heads", "--chunk", "4")),
+    "tp2pp2 by the sequence": (2, ("-tp", "2", "-pp", "2"), ("--kv-shard", "sequence")),
     "pp3 over two": (2, ("-pp", "3"), ("--schedule", "fill-drain")),
     "tp2pp2, all int8": (2, ("-tp", "2", "-pp", "2"), INT8),
     "tp2, a stage over both": (2, ("--heads", "5,4"), ()),
     "tp2pp2, every rank a host, over Gloo": (4, ("-tp", "2", "-pp", "2"), ("--comm", "torch")),
 }
+LONG = ("layers 7,3,20 over three", "tp2pp2, every rank a host, over Gloo")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in CASES],
+)
 def test_one_digest_and_the_counted_bytes_of_one_host(case: str) -> None:
     number, cut, how = CASES[case]
     split = answer_of(number, *cut, *how)
@@ -149,8 +156,6 @@ def test_a_recorded_and_traced_run_of_two_hosts_is_that_of_one(tmp_path: Path) -
         assert (there.sent, there.ledger, there.lost) == (here.sent, here.ledger, 0)
         frames = [frames_computed(rank) for rank in (there, here)]
         assert frames[0] == frames[1] == list(range(1, len(frames[0]) + 1))
-    starts = [int(rank.events["start"][0]) for rank in over_hosts.ranks]
-    assert abs(starts[0] - starts[1]) < 5e9, "all on the head's clock"
 
 
 def frames_computed(rank: RankTrace) -> list[int]:
@@ -166,8 +171,9 @@ def namespaces_missing() -> str:
     """Why there can be none, or ""."""
     if shutil.which("ip") is None:
         return "needs the command ip"
-    made = subprocess.run(["ip", "netns", "add", "anyshard-try"], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", "anyshard-try"], capture_output=True, check=False)
+    name = f"anyshard-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return "" if made.returncode == 0 else "needs the right to make network namespaces (root)"
 
 
@@ -227,10 +233,14 @@ def test_two_namespaces_joined_by_a_cable_have_one_digest(
         subprocess.Popen(command(n), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for n in (0, 1)
     ]
-    while any(process.poll() is None for process in processes):
-        seen |= listening(namespaces[0]) | listening(namespaces[1])
-        time.sleep(0.02)
-    said = [process.communicate(timeout=90) for process in processes]
+    try:
+        while any(process.poll() is None for process in processes):
+            seen |= listening(namespaces[0]) | listening(namespaces[1])
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+        said = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert digests(json.loads(said[0][0])) == digests(whole())
     assert "10.177.0.2 (as" in said[1][1], "the interface is named"
@@ -254,16 +264,21 @@ def test_both_ends_of_a_cable_that_is_pulled_notice(
         )
         for n in (0, 1)
     ]
-    assert processes[0].stdout is not None
-    processes[0].stdout.read(10)
-    end = f"as{os.getpid() % 10**8}a"
-    subprocess.run([*namespaces[0], "ip", "link", "set", end, "down"], check=True)
-    start = time.monotonic()
-    _, errors = processes[0].communicate(timeout=30)
-    assert time.monotonic() - start < DEADLINE_S + 1.7
+    try:
+        assert processes[0].stdout is not None
+        processes[0].stdout.read(10)
+        end = f"as{os.getpid() % 10**8}a"
+        subprocess.run([*namespaces[0], "ip", "link", "set", end, "down"], check=True)
+        start = time.monotonic()
+        _, errors = processes[0].communicate(timeout=30)
+        assert time.monotonic() - start < DEADLINE_S + 1.7
+        _, others = processes[1].communicate(timeout=30)
+        assert time.monotonic() - start < 15
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
     assert "host 1 (10.177.0.2) has given no sign of life for 2 s" in errors
-    _, others = processes[1].communicate(timeout=30)
-    assert time.monotonic() - start < 15
     assert "the connection to host 0 (10.177.0.1) is lost" in others
     assert [process.returncode for process in processes] == [5, 5]
 
@@ -295,16 +310,16 @@ BLOWS: dict[str, tuple[Blow, tuple[int | None, int | None], str, float]] = {
         "host 1 (127.0.0.1): rank 0 has been stopped", DEADLINE_S + 1,
     ),
     "all of it is stopped, and goes on": (
-        lambda run, below: stop_all(run[1], below[1]), (5, None),
+        lambda run, below: stop_all(run[1], below[1]), (5, 5),
         "host 1 (127.0.0.1) has given no sign of life for 2 s", DEADLINE_S + 1,
     ),
     "a rank of the head is killed": (
-        lambda run, below: os.kill(last_rank(below[0]), signal.SIGKILL), (5, 0),
+        lambda run, below: os.kill(last_rank(below[0]), signal.SIGKILL), (5, 5),
         "rank 1 was killed by signal 9", 1.0,
     ),
     "the head is killed": (lambda run, below: run[0].kill(), (-9, 5), "", 1.0),
     "the head is interrupted": (
-        lambda run, below: run[0].send_signal(signal.SIGINT), (130, 0), "interrupted", 1.0,
+        lambda run, below: run[0].send_signal(signal.SIGINT), (130, 130), "interrupted", 1.0,
     ),
 }  # fmt: skip
 
@@ -359,6 +374,93 @@ def test_a_host_that_is_killed_while_it_starts_is_named(moment: str) -> None:
 
 
 @pytest.mark.ranks
+def test_a_host_that_is_stopped_while_it_loads_is_named() -> None:
+    port = free_port()
+    flags = ("-pp", "2", *PROMPTS, "--deadline", str(DEADLINE_S))
+    head, other = host(0, 2, port, *flags), host(1, 2, port, *flags)
+    try:
+        assert other.stderr is not None
+        while "has joined" not in (line := other.stderr.readline()):
+            assert line, "it has ended"
+        os.kill(other.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        _, errors = head.communicate(timeout=30)
+        assert head.returncode == 5 and time.monotonic() - start < DEADLINE_S + 2
+        assert "host 1 (127.0.0.1) has given no sign of life for 2 s" in errors
+    finally:
+        for process in (head, other):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.ranks
+def test_a_conversation_over_hosts_is_that_of_one() -> None:
+    said = "The capital of France?\nAnd of Italy?\n"
+    chat = [sys.executable, "-m", "anyshard.cli", "chat", "--json", "-n", "12"]
+
+    def turns(out: str) -> list[tuple[str, int]]:
+        found = [json.loads(line) for line in out.splitlines()]
+        return [(each["logits_sha256"], each["prefill_tokens"]) for each in found]
+
+    port, flags = str(free_port()), ("-pp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1")
+    run = [
+        subprocess.Popen(
+            [*chat, *flags, "--master-port", port, "--node-rank", number],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in ("0", "1")
+    ]  # fmt: skip
+    try:
+        out, errors = run[0].communicate(said, timeout=60)
+        assert run[0].returncode == 0, errors
+        assert run[1].wait(30) == 0
+    finally:
+        for process in run:
+            process.kill()
+            process.communicate()
+    alone = subprocess.run(chat, input=said, capture_output=True, text=True, check=True)
+    assert turns(out) == turns(alone.stdout) and len(turns(out)) == 2
+
+
+@pytest.mark.ranks
+def test_a_second_epoch_on_the_same_hosts_goes_on_as_the_first() -> None:
+    """No verb starts one yet; what comes of lost ranks will."""
+    from anyshard.cli.flags import HostFlags, SplitFlags
+    from anyshard.cli.running import open_model, rank_group
+    from anyshard.engine import Engine
+    from anyshard.epoch import EngineOptions
+    from anyshard.request import Request
+
+    port = free_port()
+    other = host(1, 2, port, "-pp", "2")
+    flags = HostFlags(nnodes=2, node_rank=0, master_addr="127.0.0.1", master_port=port)
+    split = SplitFlags(pipeline_parallel_size=2, quantization="none")
+    try:
+        opened = open_model(None, split, num_prompts=1, hosts=flags)
+        tokens: list[list[int | None]] = []
+        with rank_group(opened) as loading:
+            loading.group.wait_loaded()
+            for epoch in (3, 4, 9):
+                engine = Engine(
+                    loading.group,
+                    opened.config,
+                    opened.profile,
+                    opened.layout,
+                    EngineOptions(max_model_len=64, hosts=opened.hosts, chunk=8),
+                    cores=2,
+                    epoch=epoch,
+                )
+                engine.submit(Request(prompt=tuple(range(20)), max_tokens=5))
+                tokens.append([event.token for event in engine.run()])
+                engine.close()
+        assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 5
+        assert other.wait(20) == 0
+    finally:
+        other.kill()
+        other.communicate()
+
+
+@pytest.mark.ranks
 def test_other_flags_and_strangers_at_the_port_are_refused_by_name() -> None:
     port = free_port()
     head = host(0, 2, port, "-pp", "2", *PROMPTS)
@@ -367,6 +469,8 @@ def test_other_flags_and_strangers_at_the_port_are_refused_by_name() -> None:
     for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(greeting)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:  # and one that resets
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other = host(1, 2, port, "--layers", "20,10", *PROMPTS)
     _, errors = head.communicate(timeout=30)
     _, others = other.communicate(timeout=30)

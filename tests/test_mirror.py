@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +25,7 @@ from anyshard.errors import AnyshardError, PeerLost, UserError
 from anyshard.launcher.channel import ChannelClosed, Failed, Loaded
 from anyshard.launcher.hosts import HostGroup, Terms
 from anyshard.launcher.meeting import Hello, HostChannel, Ping, Pong, Refused, Welcome, listen
+from anyshard.launcher.member import Member
 from anyshard.ops import native_module
 from anyshard.trace import EVENT
 
@@ -31,8 +34,9 @@ HOSTS = (1, 1, 0, 0)  # of ranks 0 to 3: the stages of tp 2, pp 2
 EVENTS, COLUMNS, ROWS = 5, 3, 7
 
 
-def regions(body: Any) -> tuple[EpochRegion, EpochRegion]:
-    """The mappings of the head and of host 1, of one epoch."""
+def regions(body: Any) -> tuple[EpochRegion, EpochRegion, EpochRegion]:
+    """Of one epoch: the head's mapping as its front sees it, host 1's as its command and its ranks
+    do."""
     sizes = EpochSizes(
         wires=WireSizes(tp=2, pp=2, hosts=HOSTS),
         control=ControlSizes(
@@ -40,11 +44,15 @@ def regions(body: Any) -> tuple[EpochRegion, EpochRegion]:
         ),
         signals=body,
     )
-    head, member = (
-        EpochRegion.create(sizes, 5, shared=False, place=Place(host=host, clock_ns=1000 * host))
-        for host in (0, 1)
-    )
-    return head, member
+    fronts, ranks = [], []
+    for host in (0, 1):
+        place = Place(host=host, clock_ns=1000 * host)
+        made = EpochRegion.create(sizes, 5, shared=True, place=place)
+        fronts.append(
+            EpochRegion.attach(sizes, 5, [os.dup(each) for each in made.front_fds()], place)
+        )
+        ranks.append(made)
+    return fronts[0], fronts[1], ranks[1]
 
 
 def events_of(region: EpochRegion, rank: int, first: int, count: int) -> None:
@@ -57,9 +65,9 @@ def events_of(region: EpochRegion, rank: int, first: int, count: int) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_frame_goes_over_and_what_ranks_say_comes_back(body: str) -> None:
-    head, member = regions(body)
+    head, member, theirs = regions(body)
     mirror, into = MemberMirror(member), HeadMirror(head)
-    ranks = [RankControl(member, rank=rank) for rank in (0, 1)]
+    ranks = [RankControl(theirs, rank=rank) for rank in (0, 1)]
     front = head.signals(head.front)
     waiter = front.waiter(CHANNEL_READY, receivers=(), senders=[0, 1], spin_us=0)
     rows: NDArray[Any] = np.zeros(3, ROW)
@@ -80,14 +88,17 @@ def test_a_frame_goes_over_and_what_ranks_say_comes_back(body: str) -> None:
     for thread in threads:
         thread.start()
     sighting = mirror.look(5_000_000)
-    assert sighting is not None and (sighting.asked, sighting.rows) == (1, 0)
+    assert sighting is not None and sighting.asked == [1, 1]
     assert waiter.wait(1, 0) >= LATE, "the head has not heard of it"
     into.put(1, sighting)
     assert waiter.wait(1, 0) == REACHED
     events_of(member, 0, 0, 3)
     publish_frame(member, 1, rows=rows.tobytes(), pages=pages.tobytes(), note=b"note")
     sighting = mirror.look(5_000_000)
-    assert sighting is not None and (sighting.asked, sighting.rows) == (2, 3)
+    while sighting is not None and sighting.asked != [2, 2]:  # one may be seen before the other
+        into.put(1, sighting)
+        sighting = mirror.look(5_000_000)
+    assert sighting is not None
     into.put(1, sighting)
     assert waiter.wait(2, 0) == REACHED
     for rank in (0, 1):
@@ -105,15 +116,15 @@ def test_a_frame_goes_over_and_what_ranks_say_comes_back(body: str) -> None:
 
 
 def test_events_that_the_ring_has_lost_are_lost_on_the_head_too() -> None:
-    head, member = regions(BODIES[0])
+    head, member, theirs = regions(BODIES[0])
     into, mirror = HeadMirror(head), MemberMirror(member)
-    signals = [member.signals(rank) for rank in (0, 1)]
+    signals = [theirs.signals(rank) for rank in (0, 1)]
     for asked, first, count in ((1, 0, 2), (2, 2, 9), (3, 11, 0), (4, 11, 4)):
         events_of(member, 1, first, count)
         for each in signals:
             each.publish(CHANNEL_READY, asked, (member.front,))
         sighting = mirror.look(5_000_000)
-        assert sighting is not None and sighting.asked == asked
+        assert sighting is not None and sighting.asked == [asked, asked]
         into.put(1, sighting)
         written, ring = head.event_ring(1)
         last = first + count
@@ -123,29 +134,44 @@ def test_events_that_the_ring_has_lost_are_lost_on_the_head_too() -> None:
 
 
 def test_a_sighting_of_other_sizes_is_refused_with_both() -> None:
-    head, _ = regions(BODIES[0])
+    head, _, _ = regions(BODIES[0])
     status = head.status(0).tobytes()
-    right = RankSighting(status, 1)
+    right, size = RankSighting(1, status, 1), len(status)
     wrong = {
-        "tells of 1 ranks": Sighting(5, 1, 0, (right,)),
-        "tells of 2 ranks and 8 rows": Sighting(5, 1, ROWS + 1, (right, right)),
-        f"{len(status) - 1}, 0 and 0 bytes": Sighting(
-            5, 1, 0, (right, RankSighting(status[1:], 1))
-        ),
-        f"{len(status)}, 8 and 0 bytes": Sighting(
-            5, 2, 2, (right, RankSighting(status, 1, digests=b"12345678"))
-        ),
-        f"0 and {EVENT.itemsize - 1} bytes": Sighting(
-            5, 1, 0, (right, RankSighting(status, 1, events=bytes(EVENT.itemsize - 1)))
+        "tells of 1 ranks; it has 2": (right,),
+        f"tells {size - 1}, 0 and 0 bytes of rank 1": (right, RankSighting(1, status[1:], 1)),
+        "rank 0 and 8 rows": (RankSighting(2, status, 1, rows=ROWS + 1), right),
+        f"tells {size}, 8 and 0 bytes": (right, RankSighting(2, status, 1, 2, b"12345678")),
+        f"0 and {EVENT.itemsize - 1} bytes": (
+            right,
+            RankSighting(1, status, 1, events=bytes(EVENT.itemsize - 1)),
         ),
     }
-    for words, sighting in wrong.items():
+    for words, ranks in wrong.items():
         with pytest.raises(AnyshardError, match=words):
-            HeadMirror(head).put(1, sighting)
+            HeadMirror(head).put(1, Sighting(5, ranks))
+
+
+def test_a_rank_that_goes_on_is_seen_to_though_another_of_its_host_does_not() -> None:
+    head, member, theirs = regions(BODIES[0])
+    mirror, into = MemberMirror(member), HeadMirror(head)
+    signals = [theirs.signals(rank) for rank in (0, 1)]
+    for asked in (1, 2, 3):
+        signals[1].publish(CHANNEL_READY, asked, (member.front,))
+    seen = [mirror.look(1000) for _ in range(4)]
+    assert [each.asked if each else None for each in seen] == [[0, 1], [0, 2], [0, 3], [0, 3]]
+    front = head.signals(head.front)
+    waiters = [
+        front.waiter(CHANNEL_READY, receivers=(), senders=[rank], spin_us=0) for rank in (0, 1)
+    ]
+    for each in seen:
+        assert each is not None
+        into.put(1, each)
+    assert waiters[1].wait(3, 0) == REACHED and waiters[0].wait(1, 0) == LATE
 
 
 def test_the_head_judges_ranks_of_all_hosts_and_others_only_their_own() -> None:
-    head, member = regions(BODIES[0])
+    head, member, _ = regions(BODIES[0])
     vigil = Vigil(Liveness(head), 0.0)
     vigil.lost(1)
     assert vigil.lost(1) == 1, "no sign has come"
@@ -163,11 +189,17 @@ def test_the_head_judges_ranks_of_all_hosts_and_others_only_their_own() -> None:
 class Loads:
     """A launcher of the head's that has loaded at once."""
 
+    def __init__(self) -> None:
+        self._says_nothing = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._says_nothing
+
     def look_loaded(self, timeout_s: float, progress: Any = None) -> bytes:
         return b"mine"
 
     def close(self) -> None:
-        """There is nothing."""
+        os.close(self._says_nothing)
 
 
 @contextmanager
@@ -281,6 +313,50 @@ def test_a_member_that_does_not_load_is_named(what: str) -> None:
     }
     kind, words = want[what]
     assert isinstance(error, kind) and str(error).startswith(words)
+
+
+@pytest.mark.parametrize("ahead_ns", [10**15, -(10**12)])
+def test_a_member_learns_what_the_clock_of_the_head_is_ahead(ahead_ns: int) -> None:
+    with listen("127.0.0.1", 0) as listening:
+        mine = HostChannel(socket.create_connection(listening.getsockname()))
+        head = HostChannel(listening.accept()[0])
+
+    def answer() -> None:
+        assert isinstance(head.receive(5.0), Hello)
+        head.send(Welcome(b"share"))
+        while isinstance(head.receive(1.0), Ping):
+            head.send(Pong(time.monotonic_ns() + ahead_ns))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    member = Member(mine)
+    assert member.join(Hello(1, 2, "1", "scalar", ""), patience_s=5.0) == b"share"
+    thread.join(10)
+    assert abs(member._clock_ns - ahead_ns) < 5e6
+    mine.close()
+    head.close()
+
+
+@pytest.mark.parametrize("what", ["nothing", "garbage", "ssh", "closed"])
+def test_what_answers_in_place_of_a_head_is_named(what: str) -> None:
+    with listen("127.0.0.1", 0) as listening:
+        mine = HostChannel(socket.create_connection(listening.getsockname()))
+        other = listening.accept()[0]
+    if what in ("garbage", "ssh"):
+        other.sendall(b"SSH-2.0-OpenSSH_9.2\r\n" if what == "ssh" else bytes(16) + b"\xff" * 64)
+    if what == "closed":
+        other.close()
+    member = Member(mine)
+    words = {
+        "nothing": r"host 0 \(127.0.0.1\) took the connection and said nothing in 0.2 s",
+        "garbage": r"what answers as host 0 \(127.0.0.1\) is no anyshard: ",
+        "ssh": r"what answers as host 0 \(127.0.0.1\) is no anyshard: a message says \d+ bytes",
+        "closed": r"the connection to host 0 \(127.0.0.1\) is lost: ",
+    }
+    with pytest.raises(PeerLost, match=words[what]):
+        member.join(Hello(1, 2, "1", "scalar", ""), patience_s=0.2)
+    mine.close()
+    other.close()
 
 
 def test_a_channel_that_is_closed_wakes_its_reader() -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from anyshard.batch import Limits
 from anyshard.capture import Capture
-from anyshard.comm.base import CommKind
+from anyshard.comm.base import CommKind, WireSizes
 from anyshard.comm.control import ControlSizes
 from anyshard.comm.link import LinkSpec
 from anyshard.launcher import EpochSizes
@@ -68,6 +68,14 @@ class EngineOptions:
     capture: Capture | None = None
 
 
+def _comm(options: EngineOptions, layout: Layout) -> CommKind:
+    """The wire asked for; torch where ranks of one stage are on several hosts."""
+    wires = WireSizes(tp=layout.tp, pp=layout.pp, hosts=options.hosts)
+    if options.comm == "auto" and wires.has_wide_stage:
+        return "torch"
+    return "shm" if options.comm == "auto" else options.comm
+
+
 @dataclass(frozen=True)
 class EpochPlan:
     """All sizes of an epoch, fixed before a rank exists."""
@@ -110,7 +118,7 @@ def plan_epoch(
         layers=layout.layers,
         kv_shard=layout.kv_shard,
         kernels=body,
-        comm="shm" if options.comm == "auto" else options.comm,
+        comm=_comm(options, layout),
         threads=threads,
         spin=spin,
         rows_max=limits.rows_max,

@@ -1,7 +1,8 @@
 """What each rank did when: its events, the file that holds them, and what they add up to.
 
 An event is a span of one rank's time, of one kind, for one frame. A rank's events do not overlap,
-and what none covers is idle: no frame was there. Times are of one clock, so of one host.
+and what none covers is idle: no frame was there. Times are of one clock, the head's
+where there are several hosts.
 The file is Chrome's trace format, gzipped, which Perfetto opens; `anyshard trace` reads it back.
 
 Knows nothing of ranks that run, or of models.

@@ -87,21 +87,29 @@ def balanced_layout(
 ) -> Layout:
     """`layout` with the layers of its stages cut anew; says what either way of running takes.
 
-    options: of the run. Raises: PeerLost.
+    For prompts that is the cut it has: layers cost alike, and of a prompt's chunks only the last
+    one needs the head. options: of the run. Raises: PeerLost.
     """
     from anyshard.layout import wire_boundaries
     from anyshard.trace import balanced
 
     costs = _costs(group, config, profile, layout, options)
-    cuts = wire_boundaries(profile.wire, config.num_layers) or None
     even = tuple(stop - start for start, stop in layout.layers)
-    best = {
-        name: balanced(config.num_layers, layout.pp, head=cost.head_s / cost.layer_s, cuts=cuts)
-        for name, cost in costs.items()
+    if costs is None:
+        print(
+            f"note: --layers {_text(even)}: there is too little room to measure, or what was run "
+            "for it failed",
+            file=sys.stderr,
+        )
+        return layout
+    head = costs["decode"].head_s / costs["decode"].layer_s
+    cuts = wire_boundaries(profile.wire, config.num_layers) or None
+    best: dict[Balance, tuple[int, ...]] = {
+        "decode": balanced(config.num_layers, layout.pp, head=head, cuts=cuts),
+        "prefill": even,
     }
     layers = best[by]
     other: Balance = "prefill" if by == "decode" else "decode"
-    head = costs["decode"].head_s / costs["decode"].layer_s
     print(
         f"note: --layers {_text(layers)}, measured: {_takes(by, costs, layers, even)} on the "
         f"slowest stage, {_takes(other, costs, layers, best[other])}; the head weighs "
@@ -118,8 +126,11 @@ def _costs(
     profile: Profile,
     layout: Layout,
     options: EngineOptions,
-) -> dict[Balance, Costs]:
-    """Run a few steps of sequences that mean nothing."""
+) -> dict[Balance, Costs] | None:
+    """Run a few steps of sequences that mean nothing; None where they have no room or fail.
+
+    They take no more than the run itself will: its sequences, its tokens, its pages.
+    """
     from anyshard.engine import Engine
     from anyshard.request import Request
 
@@ -127,20 +138,22 @@ def _costs(
     many = options.micro_batches or layout.pp
     sequences = max(1, -(-options.max_num_seqs // many))
     steps = DECODE_STEPS + PROMPT_CHUNKS  # of those that go on while a prompt is read
-    prompt = min(PROMPT_CHUNKS * options.chunk, config.context - DECODE_STEPS)
-    whole = replace(layout, layers=((0, config.num_layers),))
+    limit = options.max_model_len
+    if options.kv_pages is not None:
+        limit = min(limit, options.kv_pages // sequences * profile.kv_block)
+    prompt = min(PROMPT_CHUNKS * options.chunk, limit - DECODE_STEPS)
+    if prompt < 2 or limit < 1 + steps:
+        return None
     engine = Engine(
         group,
         config,
         profile,
-        whole,
+        replace(layout, layers=((0, config.num_layers),)),
         replace(
             options,
             threads=options.threads or max(1, cores // layout.world),
             max_num_seqs=sequences,
-            max_model_len=max(prompt + DECODE_STEPS, 1 + steps),
             micro_batches=1,
-            kv_pages=None,
             links=(),
             record=False,
             trace_events=TRACE_EVENTS,
@@ -148,16 +161,17 @@ def _costs(
         cores=cores,
         epoch=EPOCH,
     )
+    has_failed = False
     with Bar("measuring layers") as bar:
         for number in range(sequences):
             length, tokens = (prompt, DECODE_STEPS) if number == 0 else (1, steps)
             ids = tuple(token % config.vocab for token in range(1, length + 1))
             engine.submit(Request(prompt=ids, max_tokens=tokens))
-        for _ in engine.run(bar.update):
-            pass
+        for event in engine.run(bar.update):
+            has_failed |= event.fault is not None
     run = engine.traced("measurement")
     engine.close()
-    return measured(run, config.num_layers, rows=sequences)
+    return None if has_failed else measured(run, config.num_layers, rows=sequences)
 
 
 def _text(layers: Sequence[int]) -> str:

@@ -152,6 +152,8 @@ class _Bench:
         longest = max(self.tests, key=lambda test: test.sequence_tokens)
         limit = longest.sequence_tokens
         opened = open_model(self.path, self.flags.split(), num_prompts=1, default_len=limit)
+        if self.trace is not None:
+            self.trace.spare(opened.checkpoint.path)
         if limit > opened.limit:
             is_pp = longest.kind == "pp"
             raise PromptTooLong(

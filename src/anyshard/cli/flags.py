@@ -66,7 +66,7 @@ class SplitFlags:
     heads: str | None = None
     "Query heads of each rank, such as 5,4; implies -tp."
     layers: str | None = None
-    "Layers of each stage, such as 22,8; implies -pp. auto, or auto:prefill, measures what is best."
+    "Layers of each stage, such as 22,8; implies -pp. auto (with -pp) weighs the head as measured."
     kv_shard: Literal["auto", "heads", "sequence"] = "auto"
     "Keys and values of each rank: of its heads, or of its blocks of the sequence (less memory)."
     threads: int | None = None
@@ -111,13 +111,13 @@ class SplitFlags:
         in_range("deadline", self.deadline, 0.1, 86400.0)
         assert self.kv_memory_bytes is None or self.kv_memory_bytes > 0
         self.links(None)
+        if self.balance is not None and (self.pipeline_parallel_size or 1) < 2:
+            raise OptionError(f"--layers {self.layers} needs -pp, the number of stages, 2 or more")
         for flag, asked, cut in (
             ("-tp", self.tensor_parallel_size, self.head_counts),
-            ("-pp", self.pipeline_parallel_size, self.balance or self.layer_counts),
+            ("-pp", self.pipeline_parallel_size, None if self.balance else self.layer_counts),
         ):
-            if asked is None and cut is not None and cut == self.balance:
-                raise OptionError(f"--layers {self.layers} needs -pp, the number of stages")
-            if asked is not None and isinstance(cut, tuple) and asked != len(cut):
+            if asked is not None and cut is not None and asked != len(cut):
                 name = "--heads" if flag == "-tp" else "--layers"
                 raise OptionError(
                     f"{flag} {asked} contradicts {name}, which has {len(cut)} parts; drop one"

@@ -133,6 +133,8 @@ class _Generate:
         )
         if self.recorder is not None:
             self.recorder.spare_model(opened.checkpoint.path)
+        if self.trace is not None:
+            self.trace.spare(opened.checkpoint.path)
         with rank_group(opened) as loading:
             return self._with(loading)
 
@@ -373,6 +375,14 @@ def _result_json(outcome: _Outcome) -> dict[str, Any]:
     return result | ({"fault": outcome.fault} if outcome.fault else {})
 
 
+def _comm_text(engine: Engine) -> str:
+    """How ranks talk; of several hosts, also between these."""
+    if engine.layout.world == 1:
+        return "solo"
+    is_mixed = engine.options.hosts and engine.comm == "shm"
+    return f"{engine.comm}+torch" if is_mixed else engine.comm
+
+
 def _hosts_text(engine: Engine) -> str:
     hosts = engine.options.hosts
     return f"{max(hosts) + 1} hosts · " if hosts else ""
@@ -393,7 +403,7 @@ def _layout_json(engine: Engine) -> dict[str, Any]:
         "kv_shard": layout.kv_shard,
         "schedule": engine.options.schedule,
         "micro_batches": engine.schedule.micro_batches,
-        "comm": "solo" if layout.world == 1 else engine.comm,
+        "comm": _comm_text(engine),
         **({"hosts": list(engine.options.hosts)} if engine.options.hosts else {}),
         "kernels": engine.body,
         "threads": engine.threads,

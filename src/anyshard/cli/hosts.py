@@ -7,34 +7,37 @@ member.py). Knows nothing of frames.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from anyshard import __version__
 from anyshard.cli.flags import HostFlags, SplitFlags
 from anyshard.config import Arithmetic, KvType, WireType
-from anyshard.errors import OptionError, UserError
+from anyshard.errors import AnyshardError, OptionError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from anyshard.config import ModelConfig, Profile
-    from anyshard.launcher import HostGroup, LauncherHandle
+    from anyshard.launcher import HostGroup, LauncherHandle, RankGroup
     from anyshard.layout import Layout
 
 __all__ = [
     "Share",
-    "ended",
+    "agree",
+    "closed",
     "from_torchrun",
     "hash_of",
     "head_group",
     "head_port",
-    "refuse_alone",
+    "refuse_over_hosts",
     "say",
 ]
 
@@ -165,17 +168,30 @@ def _through_store(flags: HostFlags, value: str | None) -> str:
     def no_rank(seat: object) -> None:
         raise AssertionError("no rank is started here")
 
-    with ended(fork_launcher(ask, no_rank)) as group:
+    with closed(fork_launcher(ask, no_rank)) as group:
         return group.wait_loaded().decode()
 
 
+G = TypeVar("G", bound="RankGroup")
+
+
 @contextmanager
-def ended(group: LauncherHandle) -> Iterator[LauncherHandle]:
-    """The group, closed at the end."""
+def closed(group: G) -> Iterator[G]:
+    """The group, closed at the end; other hosts hear of how it ended."""
+    code = 0
     try:
         yield group
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, AnyshardError) else 1
+        if isinstance(error, KeyboardInterrupt):
+            code = 128 + signal.SIGINT
+        raise
     finally:
-        group.close()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
+        try:
+            group.close(exit_code=code)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def head_group(
@@ -188,12 +204,14 @@ def head_group(
     from anyshard.launcher import HostGroup, Terms, listen
 
     assert flags.master_addr is not None
+    by_torchrun, listening = _store_key() is not None, None
     try:
-        by_torchrun = _store_key() is not None
         listening = listen(flags.master_addr, 0 if by_torchrun else flags.master_port)
         if by_torchrun:
             _through_store(flags, str(listening.getsockname()[1]))
     except BaseException:
+        if listening is not None:
+            listening.close()
         local.close()
         raise
     terms = Terms(
@@ -217,10 +235,15 @@ def head_port(flags: HostFlags) -> int:
     return flags.master_port if _store_key() is None else int(_through_store(flags, None))
 
 
-def refuse_alone(split: SplitFlags, hosts: HostFlags) -> None:
-    """Raises: OptionError for what several hosts cannot do."""
+def refuse_over_hosts(split: SplitFlags, hosts: HostFlags) -> None:
+    """Raises: OptionError for what several hosts cannot do, or not without torch."""
     if hosts.num_hosts == 1:
         return
+    if importlib.util.find_spec("torch") is None:
+        raise OptionError(
+            "--nnodes needs torch on every host, and here it is not installed; run make setup in "
+            "the clone, or pip install -e '.[torch]' there"
+        )
     if split.comm == "threads":
         raise OptionError("--comm threads is for one host; leave it out with --nnodes")
     if split.balance is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +15,7 @@ import msgspec
 
 from anyshard import __version__
 from anyshard.cli.flags import HostFlags, SplitFlags
-from anyshard.cli.hosts import Share, ended, hash_of, head_port, say
+from anyshard.cli.hosts import Share, closed, hash_of, head_port, refuse_over_hosts, say
 from anyshard.cli.memory import memory_need, tensors_of
 from anyshard.cli.running import image_cache, local_model
 from anyshard.cli.screen import Bar
@@ -24,8 +25,8 @@ from anyshard.host import read_memory
 if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.launcher import Member, Start
+    from anyshard.layout import Layout
     from anyshard.model import Program
-    from anyshard.worker import RankPlan
 
 __all__ = ["run_member"]
 
@@ -42,6 +43,7 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
     from anyshard.ops import choose_body
 
     assert flags.master_addr is not None and flags.node_rank is not None
+    refuse_over_hosts(split, flags)
     checkpoint = open_checkpoint(local_model(model, split))
     body, port = choose_body(split.kernels), head_port(flags)
     say(f"host {flags.node_rank} of {flags.num_hosts} asks for {flags.master_addr}, port {port}")
@@ -60,7 +62,8 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
     except PeerLost:
         raise
     except AnyshardError as error:
-        member.fail(error)
+        with suppress(PeerLost):  # who may have gone first
+            member.fail(error)
         raise
     finally:
         channel.close()
@@ -75,9 +78,8 @@ class _Host:
         self, checkpoint: Checkpoint, split: SplitFlags, share: Share, number: int
     ) -> None:
         from anyshard.engine import profile_of
-        from anyshard.model import program
 
-        config, layout = checkpoint.config, share.layout
+        config = checkpoint.config
         self.checkpoint, self.split, self.share, self.number = checkpoint, split, share, number
         self.profile = profile_of(share.arithmetic, share.kv, share.wire)
         if share.config != hash_of(config):
@@ -90,9 +92,7 @@ class _Host:
                 f"{share.profile_sha256[:12]}: its constants differ; install the same anyshard"
             )
         _refuse_other_flags(split, share)
-        self.programs: Sequence[Program] = [
-            program(config, self.profile, layout, rank) for rank in range(layout.world)
-        ]
+        self.programs = self._programs(share.layout)
         self.mine = [each for each in self.programs if share.hosts[each.rank] == number]
 
     def run(self, member: Member) -> None:
@@ -102,6 +102,7 @@ class _Host:
         from anyshard.worker import rank_main
 
         say(_ranks_text(self.mine))
+        self._admit(tokens=self.profile.kv_block, num_seqs=1, chunk=1)
         load = loader(
             self.checkpoint,
             threads=len(os.sched_getaffinity(0)),
@@ -113,7 +114,7 @@ class _Host:
             names=tensors_of(self.mine),
         )
         group = fork_launcher(load, rank_main, deadline_s=self.split.deadline)
-        with ended(group):
+        with closed(group):
             with Bar("loading weights") as bar:
                 member.load(group, bar.update)
             member.serve(group, self.prepare)
@@ -127,7 +128,15 @@ class _Host:
         from anyshard.worker import RankPlan
 
         plan = msgspec.msgpack.decode(start.payload, type=RankPlan)
-        self._admit(plan)
+        self._admit(
+            plan.layout,
+            loaded=True,
+            tokens=plan.max_model_len,
+            num_seqs=plan.num_slots,
+            chunk=plan.rows_max - plan.num_slots,
+            kv_pages=plan.num_pages,
+            micro_batches=max(1, plan.frames - 2),
+        )
         cores = len(os.sched_getaffinity(0))
         body = choose_body(self.split.kernels)
         asked = self.split.threads or max(1, cores // len(self.mine))
@@ -140,45 +149,58 @@ class _Host:
             sizes=changed(start.sizes, spin_us=SPIN_US if spin else 0),
         )
 
-    def _admit(self, plan: RankPlan) -> None:
+    def _admit(
+        self, layout: Layout | None = None, *, loaded: bool = False, **sizes: int | None
+    ) -> None:
+        """Refuse what this host has no memory for, at the least before weights are loaded.
+
+        layout: of the run, which may have cut keys and values anew. Raises: LayoutError.
+        """
         memory = read_memory()
         if memory is None:
             return
         need = memory_need(
             self.checkpoint,
-            self.programs,
-            tokens=plan.max_model_len,
-            num_seqs=plan.num_slots,
-            chunk=plan.rows_max - plan.num_slots,
-            kv_pages=plan.num_pages,
-            record=plan.record,
+            self.programs if layout is None else self._programs(layout),
+            record=self.share.record,
             hosts=self.share.hosts,
             host=self.number,
+            **sizes,  # type: ignore[arg-type]
         )
-        need = replace(need, weights=0)  # which are loaded by now
-        need.refuse_over(memory[1])
+        (replace(need, weights=0) if loaded else need).refuse_over(memory[1])
+
+    def _programs(self, layout: Layout) -> list[Program]:
+        from anyshard.model import program
+
+        config, ranks = self.checkpoint.config, range(layout.world)
+        return [program(config, self.profile, layout, rank) for rank in ranks]
 
 
 def _refuse_other_flags(split: SplitFlags, share: Share) -> None:
     """Raises: OptionError for a flag that was given here and says other than the head's."""
 
-    def sizes(spans: Sequence[tuple[int, int]]) -> str:
-        return ",".join(str(stop - start) for start, stop in spans)
+    def sizes(spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in spans)
 
     layout = share.layout
     asked = {
         "-tp": (split.tensor_parallel_size, layout.tp),
         "-pp": (split.pipeline_parallel_size, layout.pp),
-        "--heads": (split.heads, sizes(layout.heads)),
-        "--layers": (split.layers, sizes(layout.layers)),
+        "--heads": (split.head_counts, sizes(layout.heads)),
+        "--layers": (split.layer_counts, sizes(layout.layers)),
         "--quantization": (split.quantization, "int8" if share.arithmetic == "int8" else "none"),
         "--kv-cache-dtype": (split.kv_cache_dtype, share.kv),
         "--wire-dtype": (split.wire_dtype, "int8" if share.wire == "int8" else "f32"),
     }
     for flag, (here, there) in asked.items():
         if here not in (None, "auto", there):
+            texts = [
+                ",".join(map(str, each)) if isinstance(each, tuple) else each
+                for each in (here, there)
+            ]
             raise OptionError(
-                f"{flag} is {here} here and {there} on host 0; give the same flags on all hosts"
+                f"{flag} is {texts[0]} here and {texts[1]} on host 0; give the same flags on all "
+                "hosts"
             )
 
 

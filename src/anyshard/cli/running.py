@@ -7,7 +7,6 @@ front half; nothing of prompts or answers.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from anyshard.cli.balance import EPOCH, balanced_layout
 from anyshard.cli.flags import ONE_HOST, HostFlags, SplitFlags
-from anyshard.cli.hosts import Share, head_group, refuse_alone
+from anyshard.cli.hosts import Share, closed, head_group, refuse_over_hosts
 from anyshard.cli.memory import (
     DEFAULT_SEQUENCES,
     MemoryNeed,
@@ -237,7 +236,7 @@ def open_model(
     from anyshard.layout import hosts_of_ranks
     from anyshard.model import program
 
-    refuse_alone(flags, hosts)
+    refuse_over_hosts(flags, hosts)
     memory = read_memory()
     checkpoint = open_checkpoint(local_model(model, flags))
     arithmetic = checkpoint.arithmetic(flags.quantization)
@@ -277,7 +276,7 @@ def local_model(model: str | None, flags: SplitFlags) -> str | None:
     def fetch(progress: Progress) -> tuple[object, bytes]:
         return None, os.fsencode(download(hub_id))
 
-    with _closed(_group(fetch, flags)) as group:
+    with closed(_group(fetch, flags)) as group:
         return os.fsdecode(group.wait_loaded())
 
 
@@ -311,7 +310,7 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
         gate = _Gate()
         load = gate.before(load)
     try:
-        with _closed(_over_hosts(_group(load, opened.flags, body), opened)) as group:
+        with closed(_over_hosts(_group(load, opened.flags, body), opened)) as group:
             yield Loading(opened, group, gate)
     finally:
         if gate is not None:
@@ -362,19 +361,6 @@ class Loading:
         self.opened.admit(tokens)
         if self.gate is not None:
             self.gate.open()
-
-
-@contextmanager
-def _closed(group: RankGroup) -> Iterator[RankGroup]:
-    """The group, closed at the end."""
-    try:
-        yield group
-    finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
-        try:
-            group.close()
-        finally:
-            signal.signal(signal.SIGINT, before)
 
 
 def _group(load: Load, flags: SplitFlags, body: RankMain | None = None) -> RankGroup:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,12 @@ from anyshard.host import read_text
 
 __all__ = ["Listener", "listeners"]
 
-_OURS: Final = re.compile(
-    r"(?:^|[/\0])(?:anyshard|torchrun)(?:\0|$)|\banyshard\.cli\b|\btorch\.distributed\.run\b"
-)
+_PROGRAMS: Final = ("anyshard", "torchrun")
+_MODULES: Final = {
+    "anyshard": "anyshard",
+    "anyshard.cli": "anyshard",
+    "torch.distributed.run": "torchrun",
+}
 _LISTENS: Final = "0A"
 
 
@@ -43,15 +45,15 @@ def listeners(root: Path = Path("/")) -> list[Listener]:
     places = _places(root)
     found: dict[int, Listener] = {}
     for folder in sorted((root / "proc").glob("[0-9]*"), key=lambda each: int(each.name)):
-        line = read_text(folder / "cmdline")
-        if _OURS.search(line) is None:
+        program = _program(read_text(folder / "cmdline").split("\0"))
+        if not program:
             continue
         for inode in _sockets(folder):
             if inode in places and inode not in found:
                 address, port = places[inode]
                 found[inode] = Listener(
                     pid=int(folder.name),
-                    command=_name(line),
+                    command=program,
                     address=address,
                     port=port,
                     is_wide=address in ("0.0.0.0", "::"),
@@ -59,10 +61,16 @@ def listeners(root: Path = Path("/")) -> list[Listener]:
     return list(found.values())
 
 
-def _name(line: str) -> str:
-    """`torchrun` of /usr/bin/python3 /usr/bin/torchrun --nnodes 2."""
-    is_torchrun = "torchrun" in line or "torch.distributed" in line.partition("anyshard")[0]
-    return "torchrun" if is_torchrun else "anyshard"
+def _program(arguments: list[str]) -> str:
+    """`torchrun` of `python3 -u /usr/bin/torchrun --nnodes 2`, "" if it is none of ours."""
+    for number, each in enumerate(arguments[:8]):
+        if (name := each.rpartition("/")[2]) in _PROGRAMS:
+            return name
+        if each == "-m":
+            return _MODULES.get(arguments[number + 1] if number + 1 < len(arguments) else "", "")
+        if number and not each.startswith("-"):
+            break  # the script of an interpreter, and another's
+    return ""
 
 
 def _sockets(folder: Path) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from anyshard.cli.inputs import spare_model, spare_streams
 from anyshard.cli.screen import tell
 from anyshard.errors import OptionError
 
@@ -65,7 +66,12 @@ class TraceFile:
 
     def __init__(self, path: str) -> None:
         self._path = _free_place("--trace", path)
+        spare_streams("--trace", [self._path])
         self._runs: list[Run] = []
+
+    def spare(self, model: Path) -> None:
+        """Raises: OptionError where the place is the model's."""
+        spare_model("--trace", [self._path], model)
 
     def add(self, engine: Engine, name: str) -> None:
         """What an engine's ranks did so far."""

@@ -231,6 +231,8 @@ class _Verify:
         self.path, self.as_json = model, as_json
         self.report = None if report is None else _report_target(report)
         self.trace = None if trace is None else TraceFile(trace)
+        if report is not None and report == trace:
+            raise OptionError(f"--report and --trace are both {report}; name two files")
         self.grid, self.lists = cells.grid or "quick", cells.lists()
         self.asked_prompt, self.in_process = prompt_tokens, flags.comm == "threads"
         self.tokens = DEFAULT_TOKENS if tokens is None else tokens
@@ -245,6 +247,8 @@ class _Verify:
         opened = open_model(self.path, self.flags, num_prompts=1)
         if self.report is not None:
             spare_model("--report", [self.report], opened.checkpoint.path)
+        if self.trace is not None:
+            self.trace.spare(opened.checkpoint.path)
         model, request = self._subject(opened)
         cells, skipped = self._cells(model)
         admit_cells(opened, model, request, cells)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from anyshard.comm.liveness import Liveness
 from anyshard.comm.region import CHANNEL_READY, FRAME_HEADER, STATUS, EpochRegion
-from anyshard.comm.signals import ABORTED, REACHED, WRAP
+from anyshard.comm.signals import ABORTED, REACHED, WRAP, Waiter
 from anyshard.errors import AnyshardError
 from anyshard.trace import EVENT
 
@@ -27,25 +27,29 @@ _SIGN_SEED = 0x51
 
 
 class RankSighting(msgspec.Struct, frozen=True, array_like=True):
-    """Of one rank: STATUS, a number that changes while it lives, the uint64 that it has to say of
-    the last frame, and its events since the last sighting, of which the first has number
-    `first_event`."""
+    """Of one rank: it asks for frame `asked`; STATUS; a number that changes while it lives; if
+    `asked` is new, how many rows the frame before it had and the uint64 that it has to say of them,
+    and its events since, of which the first has number `first_event`."""
 
+    asked: int
     status: bytes
     sign: int
+    rows: int = 0
     digests: bytes = b""
     first_event: int = 0
     events: bytes = b""
 
 
 class Sighting(msgspec.Struct, frozen=True, tag="sighting"):
-    """Of the ranks of a host, in their order: all ask for frame `asked`, and `rows` rows had the
-    one before."""
+    """Of the ranks of a host, in their order."""
 
     epoch: int
-    asked: int
-    rows: int
     ranks: tuple[RankSighting, ...]
+
+    @property
+    def asked(self) -> list[int]:
+        """By rank."""
+        return [rank.asked for rank in self.ranks]
 
 
 class MemberMirror:
@@ -55,42 +59,46 @@ class MemberMirror:
         self._region = region
         self._ranks = region.ranks_here
         self._liveness = Liveness(region)
-        self._waiter = region.signals(region.front).waiter(
-            CHANNEL_READY, receivers=(), senders=self._ranks, spin_us=0
-        )
-        self._asked = 0
+        self._waiters = {rank: self._waiter([rank]) for rank in self._ranks}
+        self._all = self._waiter(self._ranks)
+        self._asked = dict.fromkeys(self._ranks, 0)
         self._events = dict.fromkeys(self._ranks, 0)
 
+    def _waiter(self, ranks: list[int]) -> Waiter:
+        signals = self._region.signals(self._region.front)
+        return signals.waiter(CHANNEL_READY, receivers=(), senders=ranks, spin_us=0)
+
     def look(self, timeout_us: int) -> Sighting | None:
-        """Wait until all ranks ask for one frame more, but so long at most. None: it has ended."""
-        status = self._waiter.wait((self._asked + 1) % WRAP, timeout_us)
-        if status == ABORTED:
+        """Wait until all ranks ask for one frame more than the last of them did, but so long at
+        most; none is seen to go on by more than one frame. None: the epoch has ended."""
+        target = min(self._asked.values()) + 1
+        if self._all.wait(target % WRAP, timeout_us) == ABORTED:
             return None
-        is_next = status == REACHED
-        self._asked += is_next
-        rows = self._rows(self._asked - 1) if is_next and self._asked > 1 else 0
-        ranks = tuple(self._of(rank, rows, is_next=is_next) for rank in self._ranks)
-        return Sighting(self._region.epoch, self._asked, rows, ranks)
+        return Sighting(self._region.epoch, tuple(self._of(rank) for rank in self._ranks))
+
+    def _of(self, rank: int) -> RankSighting:
+        region, asked = self._region, self._asked[rank] + 1
+        sign = zlib.crc32(repr(self._liveness.sign(rank)).encode(), _SIGN_SEED)
+        if self._waiters[rank].wait(asked % WRAP, 0) != REACHED:
+            return RankSighting(asked - 1, region.status(rank).tobytes(), sign)
+        self._asked[rank] = asked
+        rows = self._rows(asked - 1) if asked > 1 else 0
+        digests = b""
+        if rows and region.sizes.control.digest_columns:
+            slot = (asked - 1) % region.sizes.control.frame_slots
+            digests = region.digests(slot, rank)[:rows].tobytes()
+        return RankSighting(
+            asked, region.status(rank).tobytes(), sign, rows, digests, *self._news(rank)
+        )
 
     def _rows(self, sequence: int) -> int:
-        """Of a frame, which its slot still holds."""
+        """Of a frame, which its slot still holds: no later one is sent before all have run it."""
         layout, sizes = self._region.layout, self._region.sizes.control
         at = layout.frame_offset + (sequence % sizes.frame_slots) * layout.frame_bytes
         return int(FRAME_HEADER.unpack_from(self._region.memory, at)[4])
 
-    def _of(self, rank: int, rows: int, *, is_next: bool) -> RankSighting:
-        region, digests = self._region, b""
-        if rows and region.sizes.control.digest_columns:
-            slot = (self._asked - 1) % region.sizes.control.frame_slots
-            digests = region.digests(slot, rank)[:rows].tobytes()
-        sign = repr(self._liveness.sign(rank)).encode()
-        first, events = self._news(rank) if is_next else (0, b"")
-        return RankSighting(
-            region.status(rank).tobytes(), zlib.crc32(sign, _SIGN_SEED), digests, first, events
-        )
-
     def _news(self, rank: int) -> tuple[int, bytes]:
-        """Events of a rank that are new; their times are the head's."""
+        """The number of the first event of a rank that is new, and all; times are the head's."""
         if not self._region.sizes.control.trace_events:
             return 0, b""
         count, ring = self._region.event_ring(rank)
@@ -98,9 +106,8 @@ class MemberMirror:
         first = max(self._events[rank], written - len(ring))
         self._events[rank] = written
         found = ring[np.arange(first, written) % len(ring)]
-        clock_ns = self._region.place.clock_ns
-        found["start"] = found["start"].astype(np.int64) + clock_ns
-        found["stop"] = found["stop"].astype(np.int64) + clock_ns
+        for name in ("start", "stop"):
+            found[name] = found[name].astype(np.int64) + self._region.place.clock_ns
         return first, found.tobytes()
 
 
@@ -110,7 +117,7 @@ class HeadMirror:
     def __init__(self, region: EpochRegion) -> None:
         self.epoch = region.epoch
         self._region = region
-        self._asked: dict[int, int] = {}  # by host
+        self._asked = dict.fromkeys(range(region.sizes.wires.world), 0)
 
     def put(self, host: int, sighting: Sighting) -> None:
         """Write what a host tells of its ranks, and wake the front if that waits for it.
@@ -118,43 +125,40 @@ class HeadMirror:
         Raises: AnyshardError for one whose sizes are not those of the epoch.
         """
         region = self._region
-        ranks, most = region.sizes.wires.ranks_of(host), region.sizes.control.rows_max
-        if len(sighting.ranks) != len(ranks) or sighting.rows > most:
+        ranks = region.sizes.wires.ranks_of(host)
+        if len(sighting.ranks) != len(ranks):
             raise AnyshardError(
-                f"host {host} tells of {len(sighting.ranks)} ranks and {sighting.rows} rows; it has"
-                f" {len(ranks)}, and a frame {most} rows at most"
+                f"host {host} tells of {len(sighting.ranks)} ranks; it has {len(ranks)}"
             )
         for rank, seen in zip(ranks, sighting.ranks, strict=True):
-            _put_rank(region, host, rank, seen, sighting)
-        if sighting.asked == self._asked.get(host):
-            return
-        self._asked[host] = sighting.asked
-        for rank in ranks:
-            region.signals(rank).publish(CHANNEL_READY, sighting.asked % WRAP, (region.front,))
+            _put_rank(region, host, rank, seen)
+        for rank, seen in zip(ranks, sighting.ranks, strict=True):
+            if seen.asked != self._asked[rank]:
+                self._asked[rank] = seen.asked
+                region.signals(rank).publish(CHANNEL_READY, seen.asked % WRAP, (region.front,))
 
 
-def _put_rank(
-    region: EpochRegion, host: int, rank: int, seen: RankSighting, sighting: Sighting
-) -> None:
+def _put_rank(region: EpochRegion, host: int, rank: int, seen: RankSighting) -> None:
     control = region.sizes.control
     columns = control.digest_columns
     if (
-        len(seen.status) != STATUS.itemsize
-        or len(seen.digests) not in (0, sighting.rows * columns * 8)
+        seen.rows > control.rows_max
+        or len(seen.status) != STATUS.itemsize
+        or len(seen.digests) not in (0, seen.rows * columns * 8)
         or len(seen.events) % EVENT.itemsize
     ):
         raise AnyshardError(
             f"host {host} tells {len(seen.status)}, {len(seen.digests)} and {len(seen.events)}"
-            f" bytes of rank {rank}; {STATUS.itemsize}, {sighting.rows * columns * 8} and whole"
-            " events are expected"
+            f" bytes of rank {rank} and {seen.rows} rows; {STATUS.itemsize},"
+            f" {seen.rows * columns * 8} and whole events of {control.rows_max} rows at most are"
+            " expected"
         )
     status: NDArray[Any] = np.frombuffer(seen.status, STATUS).copy()
     status["relayed"] = seen.sign
     region.status(rank)[:] = status
     if seen.digests:
-        slot = (sighting.asked - 1) % control.frame_slots
-        into = region.digests(slot, rank)
-        into[: sighting.rows] = np.frombuffer(seen.digests, np.uint64).reshape(-1, columns)
+        into = region.digests((seen.asked - 1) % control.frame_slots, rank)
+        into[: seen.rows] = np.frombuffer(seen.digests, np.uint64).reshape(-1, columns)
     if seen.events and control.trace_events:
         count, ring = region.event_ring(rank)
         events: NDArray[Any] = np.frombuffer(seen.events, EVENT)

@@ -154,8 +154,7 @@ class PipeSignals:
         self._pipes = pipes
         self._member = member
         self._inbox = pipes.inboxes[member][0]
-        self._poll = select.poll()
-        self._poll.register(self._inbox, select.POLLIN)
+        self._poll: select.poll | None = None  # of who only publishes here the inbox is elsewhere
         self._reached: dict[tuple[int, int], int] = {}
         self._aborted = False
 
@@ -203,10 +202,16 @@ class PipeSignals:
                 if left_ms <= 0 and timeout_us > 0:
                     return LATE + late
                 left_ms = max(left_ms, 0.0)
-            ready = self._poll.poll(left_ms)
+            ready = self._readable().poll(left_ms)
             if not ready and timeout_us == 0:
                 return LATE + late
             self._drain()
+
+    def _readable(self) -> select.poll:
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._inbox, select.POLLIN)
+        return self._poll
 
     def _drain(self) -> None:
         try:

@@ -317,8 +317,9 @@ class Torch:
         self._sizes = sizes
         self._liveness = Liveness(region)
         torch.set_num_threads(1)
-        with self.waiting(self.next_in_group, "the rendezvous"):
+        with self.waiting(region.sampler if sizes.hosts else self.next_in_group, "the rendezvous"):
             store = _store(region, rank)
+        with self.waiting(self.next_in_group, "the rendezvous of its stage"):
             self.group = _gloo(region, store, f"stage{self.stage}", self.tp_rank, self.tp)
         self._exchanges = {
             spec.name: _TorchExchange(self, index, spec)
@@ -376,8 +377,9 @@ class Across(Shm):
         self._in: _HopsIn | None = None
         previous = rank - self.tp if self.stage else rank
         following = rank + self.tp if self.stage + 1 < self.pp else rank
-        with _waiting(liveness, rank, previous, "the rendezvous"):
+        with _waiting(liveness, rank, region.sampler, "the rendezvous"):
             store = _store(region, rank)
+        with _waiting(liveness, rank, previous, "the rendezvous"):
             if wires.host_of(previous) != here:
                 group = _gloo(region, store, f"hops{previous}", 1, 2)
                 self._in = _HopsIn(self, region, group, 0)

@@ -32,7 +32,7 @@ from anyshard.launcher.channel import (
 from anyshard.launcher.process import run_launcher, signal_text
 from anyshard.launcher.seat import Load, Progress, RankMain, Start
 
-__all__ = ["LauncherHandle", "RankGroup", "fork_launcher"]
+__all__ = ["LauncherHandle", "RankGroup", "fork_launcher", "raise_failed", "raise_lost"]
 
 _SLICE_S = 0.05
 _CLOSE_S = 2.0
@@ -41,7 +41,8 @@ _FRONTS_OWN = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)  # its handlers ru
 
 
 class RankGroup(Protocol):
-    """What the engine drives; forked (LauncherHandle) or threads (ThreadGroup)."""
+    """What the engine drives: forked (LauncherHandle), threads (ThreadGroup), or over several hosts
+    (HostGroup)."""
 
     pids: list[int]  #: of the running epoch's ranks; empty for threads
 
@@ -71,8 +72,8 @@ class RankGroup(Protocol):
         """End the running epoch, if any; none of its ranks is left afterwards."""
         ...
 
-    def close(self) -> None:
-        """End everything; may be called twice."""
+    def close(self, *, exit_code: int = 0) -> None:
+        """End everything; may be called twice. Other hosts hear of the `exit_code`."""
         ...
 
 
@@ -249,7 +250,7 @@ class LauncherHandle:
                     pass
         self._forget_epoch()
 
-    def close(self) -> None:
+    def close(self, *, exit_code: int = 0) -> None:
         """See RankGroup.close; SIGKILL, after two seconds of grace if it has ranks to reap."""
         if self._exit_status is None:
             if self._may_have_ranks:

@@ -33,7 +33,6 @@ from anyshard.launcher.channel import (
     LoadProgress,
     RankLost,
     Started,
-    Stop,
 )
 from anyshard.launcher.handle import LauncherHandle, raise_failed, raise_lost
 from anyshard.launcher.meeting import (
@@ -43,6 +42,7 @@ from anyshard.launcher.meeting import (
     HostChannel,
     HostMessage,
     Leave,
+    Over,
     Ping,
     Pong,
     Refused,
@@ -59,6 +59,7 @@ _SLICE_S: Final = 0.02
 _HELLO_S: Final = 5.0
 _START_S: Final = 30.0  # of a member, to fork its ranks
 _END_S: Final = 10.0
+_GRACE_S: Final = 0.5  # signs of life come four times a second
 _WORD_S: Final = 0.7  # until the host of a rank that others miss has said what became of it
 
 
@@ -133,16 +134,18 @@ class HostGroup:
             f"{_by(interface_of(self._address))} for {_hosts_text(self._missing)}"
         )
         here, mine = (0, 0), None
+        self._begin_patience()
 
         def local_progress(done: int, total: int, doing: str = "") -> None:
             nonlocal here
             here = done, total
 
         while mine is None or self._missing or any(m.loaded is None for m in self._all):
+            self._attend(_SLICE_S, beside=self._local if mine is None else None)
             if mine is None:
-                mine = self._local.look_loaded(_SLICE_S, local_progress)
-            self._attend(_SLICE_S if mine is not None else 0.0)
+                mine = self._local.look_loaded(0.0, local_progress)
             self._raise_failed()
+            self._raise_silent()
             if self._missing and time.monotonic() > missing_until:
                 raise PeerLost(
                     f"{_hosts_text(self._missing)} did not join within {terms.join_s:g} s; start "
@@ -170,21 +173,28 @@ class HostGroup:
     def _missing(self) -> list[int]:
         return [host for host in range(1, self._terms.nnodes) if host not in self._members]
 
-    def _attend(self, timeout_s: float) -> None:
-        """Take who comes, and hear who is there, for one slice."""
+    def _attend(self, timeout_s: float, *, beside: LauncherHandle | None = None) -> None:
+        """Take who comes, and hear who is there, for one slice; or until `beside` has a word."""
         channels: dict[int, _Member] = {m.channel.fileno(): m for m in self._all if not m.gone}
         poll = select.poll()
         for descriptor in (*channels, *([self._listening.fileno()] if self._missing else [])):
             poll.register(descriptor, select.POLLIN)
+        if beside is not None:
+            poll.register(beside, select.POLLIN)
         for descriptor, _ in poll.poll(timeout_s * 1e3):
             if descriptor in channels:
                 self._hear(channels[descriptor])
-            else:
-                self._admit(HostChannel(self._listening.accept()[0]))
+            elif self._missing and descriptor == self._listening.fileno():
+                self._admit(self._listening.accept()[0])
 
-    def _admit(self, channel: HostChannel) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         """Take a member, or refuse it; whoever says nothing that we know is let go."""
         terms = self._terms
+        try:
+            channel = HostChannel(connection)
+        except OSError:  # it has gone by now
+            connection.close()
+            return
         try:
             hello = channel.receive(_HELLO_S)
         except (ChannelClosed, AnyshardError, msgspec.DecodeError):
@@ -209,6 +219,7 @@ class HostGroup:
             return
         member = _Member(hello.host, channel, hello.interface)
         self._members[hello.host] = member
+        self._patience[hello.host] = Patience(self._deadline_s + _GRACE_S)
         with contextlib.suppress(ChannelClosed):  # read from it, it says so
             channel.send(Welcome(terms.share))
         terms.tell(f"{member.name} has joined{_by(hello.interface)}; its kernels: {hello.body}")
@@ -227,10 +238,13 @@ class HostGroup:
             member.gone = f"{member.name} has closed its connection"
         except (AnyshardError, msgspec.DecodeError) as error:
             member.gone = f"{member.name} sent what is no message: {error}"
+        except Exception as error:  # noqa: BLE001  the front is told; this may be another thread
+            member.gone = f"{member.name} cannot be heard: {type(error).__name__}: {error}"
         member.words += 1
         member.heard.set()
 
     def _take(self, member: _Member, message: HostMessage) -> None:
+        mirror = self._mirror
         match message:
             case Ping():
                 member.channel.send(Pong(time.monotonic_ns()))
@@ -242,8 +256,8 @@ class HostGroup:
                 member.failed = message
             case Started(epoch):
                 member.started = epoch
-            case Sighting() if self._mirror is not None and message.epoch == self._mirror.epoch:
-                self._mirror.put(member.host, message)
+            case Sighting() if mirror is not None and message.epoch == mirror.epoch:
+                mirror.put(member.host, message)
             case RankLost(epoch) if epoch == self._epoch:
                 member.lost = message
             case Ended(epoch):
@@ -274,20 +288,34 @@ class HostGroup:
                 store_address=self._address,
                 store_port=store.getsockname()[1],
             )
-            for member in self._all:
-                member.lost = None
-                theirs = replace(place, host=member.host, address=member.channel.peer)
-                self._tell(member, replace(start, place=theirs))
             region = self._local.region(replace(start, place=place), listening_fd=store.fileno())
         self._mirror = HeadMirror(region)
+        for member in self._all:
+            member.lost = None
+            theirs = replace(place, host=member.host, address=member.channel.peer)
+            self._tell(member, replace(start, place=theirs))
         self.pids = self._local.pids
         if self._hearing is None:
             self._hearing = threading.Thread(target=self._listen_on, name="hosts", daemon=True)
             self._hearing.start()
         for member in self._all:
             self._await(member, lambda each: each.started == start.epoch, "start its ranks")
-        self._patience = {member.host: Patience(self._deadline_s) for member in self._all}
+        self._begin_patience()
         return FrontControl(region, poll=self.poll, deadline_s=start.deadline_s, relay=self)
+
+    def _begin_patience(self) -> None:
+        """From now on silence counts."""
+        self._patience = {
+            member.host: Patience(self._deadline_s + _GRACE_S) for member in self._all
+        }
+
+    def _raise_silent(self) -> None:
+        for member in self._all:
+            if self._patience[member.host].is_over(member.words):
+                raise PeerLost(
+                    f"{member.name} has given no sign of life for {self._deadline_s:g} s",
+                    rank=self._first_rank(member),
+                )
 
     def _listen_on(self) -> None:
         """Hear members until the end; the thread."""
@@ -300,6 +328,7 @@ class HostGroup:
         while not is_done(member):
             member.heard.clear()
             self._raise_failed()
+            self._raise_silent()
             self._local.poll()
             if time.monotonic() > deadline:
                 rank = self._first_rank(member)
@@ -349,12 +378,7 @@ class HostGroup:
                 noticed = PeerLost(member.lost.reason, rank=member.lost.rank)
             if member.gone or member.failed:
                 self._raise_failed()
-            patience = self._patience.get(member.host)
-            if patience is not None and patience.is_over(member.words):
-                raise PeerLost(
-                    f"{member.name} has given no sign of life for {self._deadline_s:g} s",
-                    rank=self._first_rank(member),
-                )
+        self._raise_silent()
         try:
             self._local.poll()
         except PeerLost as error:
@@ -375,7 +399,6 @@ class HostGroup:
         if self._epoch < 0:
             return
         epoch, self._epoch = self._epoch, -1
-        self._patience = {}
         self._mirror = None
         told = []
         for member in self._all:
@@ -390,12 +413,12 @@ class HostGroup:
                 member.heard.clear()
                 member.heard.wait(_SLICE_S)
 
-    def close(self) -> None:
+    def close(self, *, exit_code: int = 0) -> None:
         """See RankGroup.close."""
         self._is_closing = True
         for member in self._all:
             with contextlib.suppress(ChannelClosed):
-                member.channel.send(Stop())
+                member.channel.send(Over(exit_code))
         if self._hearing is not None:
             self._hearing.join(_END_S)
             self._hearing = None

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -31,7 +31,6 @@ from anyshard.launcher.channel import (
     LoadProgress,
     RankLost,
     Started,
-    Stop,
 )
 from anyshard.launcher.seat import Start
 
@@ -42,6 +41,7 @@ __all__ = [
     "HostChannel",
     "HostMessage",
     "Leave",
+    "Over",
     "Ping",
     "Pong",
     "Refused",
@@ -99,6 +99,12 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Member: nothing is new."""
 
 
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """Head: it has ended, with that exit code."""
+
+    exit_code: int
+
+
 class FrameOut(msgspec.Struct, frozen=True, tag="frame"):
     """Head: a frame (`comm.control.publish_frame`)."""
 
@@ -134,12 +140,15 @@ HostMessage = (
     | RankLost
     | End
     | Ended
-    | Stop
+    | Over
 )
 
 
 class HostChannel:
-    """A connection to another host. One thread may read; any may send."""
+    """A connection to another host. One thread may read; any may send.
+
+    Raises: OSError for one that has ended by now.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -203,18 +212,19 @@ def address_text(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     """Raises: OptionError for a name that nobody knows."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise OptionError(f"--master-addr {address[:60]!r}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a name of a form that no host has
+        why = getattr(error, "strerror", None) or "it is no name of a host"
+        raise OptionError(f"--master-addr {address[:60]!r}: {why}") from None
     family, _, _, _, place = found[0]
     if ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
         raise OptionError(
             f"--master-addr {address} is every address and names no host; give one of host 0's own"
         )
-    return family, (str(place[0]), int(place[1]))
+    return family, place
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from anyshard.comm.control import publish_frame, publish_stop
@@ -29,7 +30,6 @@ from anyshard.launcher.channel import (
     LoadProgress,
     RankLost,
     Started,
-    Stop,
 )
 from anyshard.launcher.handle import LauncherHandle
 from anyshard.launcher.meeting import (
@@ -39,6 +39,7 @@ from anyshard.launcher.meeting import (
     HostChannel,
     HostMessage,
     Leave,
+    Over,
     Ping,
     Pong,
     Refused,
@@ -64,7 +65,8 @@ class Member:
         self.channel = channel
         self.frames = 0  #: that this host's ranks were given
         self._clock_ns = 0
-        self._reported: PeerLost | None = None
+        self._reported: BaseException | None = None
+        self._told_s = 0.0
         self._region: EpochRegion | None = None
         self._sighter: _Sighter | None = None
 
@@ -72,8 +74,10 @@ class Member:
         """Say who this is; what the head wants loaded, and the difference of the clocks."""
         self._send(hello)
         message = self._receive(patience_s)
+        if message is None:
+            raise PeerLost(f"{self._head} took the connection and said nothing in {patience_s:g} s")
         if not isinstance(message, Welcome):
-            raise PeerLost(f"host 0 sent {type(message).__name__} for a welcome")
+            raise self._unexpected(message)
         best_ns = 1 << 62
         for _ in range(_PINGS):
             asked_ns = time.monotonic_ns()
@@ -95,17 +99,21 @@ class Member:
             payload = None
             while payload is None:
                 payload = group.look_loaded(_SLICE_S, passed_on)
-                self._hear_refusal()
-        except (AnyshardError, *REFUSALS) as error:
-            self.fail(error)
-            raise
+                self._show_life()
+                if (message := self._receive(0.0)) is not None:
+                    if isinstance(message, Over):
+                        raise _ended(message)
+                    raise self._unexpected(message)
+        except REFUSALS as error:
+            raise AnyshardError(error_text(error)) from error
         self._send(Loaded(payload))
 
     def serve(self, group: LauncherHandle, prepare: Callable[[Start], Start]) -> None:
         """Do what the head says until it has no more to say. `prepare` makes of its Start that of
         this host, or raises UserError.
 
-        Raises: PeerLost also where ranks of this host were lost, once the head knows.
+        Raises: what has failed here, once the head knows of it and has ended; what its exit code
+        means, if that is not 0.
         """
         waiting = select.poll()
         for each in (self.channel, group):
@@ -114,16 +122,23 @@ class Member:
             while True:
                 waiting.poll(_SLICE_S * 1e3)
                 while (message := self._receive(0.0)) is not None:
-                    if isinstance(message, Stop):
+                    if isinstance(message, Over):
                         break
                     self._take(message, group, prepare)
                 if message is not None:
                     break
-                self._watch(group)
+                if self._reported is None:
+                    self._watch(group)
+                else:
+                    time.sleep(_SLICE_S)  # the launcher may have gone, and then it is always heard
+                if self._sighter is None:
+                    self._show_life()
         finally:
             self._stop_sighting()
         if self._reported is not None:
             raise self._reported
+        if message.exit_code:
+            raise _ended(message)
 
     def _take(
         self, message: HostMessage, group: LauncherHandle, prepare: Callable[[Start], Start]
@@ -143,17 +158,18 @@ class Member:
                 self._end(group)
                 self._send(Ended(epoch))
             case _:
-                raise PeerLost(f"host 0 sent {type(message).__name__}")
+                raise self._unexpected(message)
 
     def _begin(
         self, start: Start, group: LauncherHandle, prepare: Callable[[Start], Start]
     ) -> None:
         self._end(group)
+        self._reported = None
         start = replace(start, place=replace(start.place, clock_ns=self._clock_ns))
         try:
             region = group.region(prepare(start))
         except (AnyshardError, *REFUSALS) as error:
-            self.fail(error)
+            self._report(error)
             return
         self._region = region
         self._sighter = _Sighter(region, self.channel)
@@ -163,13 +179,14 @@ class Member:
     def _watch(self, group: LauncherHandle) -> None:
         """Tell the head of a rank that is lost here."""
         region, sighter = self._region, self._sighter
-        if region is None or sighter is None:
-            return
-        if sighter.failure is not None:
+        if sighter is not None and sighter.failure is not None:
             raise self._gone(sighter.failure)
         try:
             group.poll()
-        except (PeerLost, UserError) as error:
+        except AnyshardError as error:
+            if region is None:
+                self._report(error)
+                return
             rank = error.rank if isinstance(error, PeerLost) else None
             lost = group.lost or RankLost(
                 region.epoch,
@@ -182,6 +199,18 @@ class Member:
             self._region = None
             self._stop_sighting()
             self._send(lost)
+
+    def _report(self, error: BaseException) -> None:
+        """Tell the head of what has failed; raised once that has ended."""
+        self._reported = error
+        with contextlib.suppress(PeerLost):
+            self.fail(error)
+
+    def _show_life(self) -> None:
+        """While nothing else is said."""
+        if (now := time.monotonic()) - self._told_s >= _TELL_S:
+            self._told_s = now
+            self._send(Alive())
 
     def _end(self, group: LauncherHandle) -> None:
         self._stop_sighting()
@@ -197,14 +226,7 @@ class Member:
         """Let the head know why this host cannot go on."""
         is_user = isinstance(error, UserError)
         code = error.exit_code if isinstance(error, AnyshardError) else 1
-        with contextlib.suppress(PeerLost):
-            self._send(Failed(is_user, error_text(error), code))
-
-    def _hear_refusal(self) -> None:
-        if (message := self._receive(0.0)) is not None:
-            if isinstance(message, Stop):
-                raise PeerLost("host 0 has ended")
-            raise PeerLost(f"host 0 sent {type(message).__name__} while weights were loaded")
+        self._send(Failed(is_user, error_text(error), code))
 
     def _send(self, message: HostMessage) -> None:
         try:
@@ -217,12 +239,31 @@ class Member:
             message = self.channel.receive(timeout_s)
         except ChannelClosed as error:
             raise self._gone(error) from error
+        except (AnyshardError, msgspec.DecodeError) as error:
+            raise PeerLost(f"what answers as {self._head} is no anyshard: {error}") from error
         if isinstance(message, Refused):
             raise UserError(f"host 0 refuses this one: {message.message}")
         return message
 
-    def _gone(self, error: ChannelClosed) -> PeerLost:
-        return PeerLost(f"the connection to host 0 ({self.channel.peer}) is lost: {error}")
+    @property
+    def _head(self) -> str:
+        return f"host 0 ({self.channel.peer})"
+
+    def _unexpected(self, message: HostMessage) -> PeerLost:
+        return PeerLost(f"{self._head} sent a {type(message).__name__}, which has no place here")
+
+    def _gone(self, error: BaseException) -> PeerLost:
+        return PeerLost(f"the connection to {self._head} is lost: {error}")
+
+
+def _ended(over: Over) -> AnyshardError:
+    """What it means here that the head has ended."""
+    text = f"host 0 has ended with exit code {over.exit_code}, and says why"
+    if over.exit_code == PeerLost.exit_code:
+        return PeerLost(text)
+    error = AnyshardError(text)
+    error.exit_code = over.exit_code
+    return error
 
 
 class _Sighter(threading.Thread):
@@ -231,7 +272,7 @@ class _Sighter(threading.Thread):
     def __init__(self, region: EpochRegion, channel: HostChannel) -> None:
         super().__init__(name="sightings", daemon=True)
         self._mirror, self._channel = MemberMirror(region), channel
-        self.failure: ChannelClosed | None = None
+        self.failure: Exception | None = None
         self._is_over = False
 
     def run(self) -> None:
@@ -249,7 +290,7 @@ class _Sighter(threading.Thread):
             try:
                 # a head that is stopped reads nothing, for hours perhaps
                 self._channel.send(sighting if sighting != told else Alive())
-            except ChannelClosed as error:
+            except Exception as error:  # noqa: BLE001  the other thread raises it
                 self.failure = error
                 return
             told, told_s = sighting, now

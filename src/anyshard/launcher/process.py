@@ -358,6 +358,15 @@ class _Launcher:
                 raise AnyshardError(f"the front sent {type(message).__name__}")
 
     def _begin(self, start: Start, listening_fd: int = -1) -> None:
+        try:
+            self._check(start)
+        except BaseException:
+            if listening_fd >= 0:
+                os.close(listening_fd)
+            raise
+        self._fork_ranks(start, listening_fd)
+
+    def _check(self, start: Start) -> None:
         if start.epoch <= self._last_epoch:
             raise AnyshardError(f"epoch {start.epoch} after epoch {self._last_epoch}")
         if (num_threads := _num_threads()) != 1:
@@ -365,6 +374,8 @@ class _Launcher:
                 f"the launcher has {num_threads} threads and needs to be alone to fork; close"
                 " pools before load returns and set OPENBLAS_NUM_THREADS=1"
             )
+
+    def _fork_ranks(self, start: Start, listening_fd: int) -> None:
         self._last_epoch = start.epoch
         region = EpochRegion.create(
             start.sizes,

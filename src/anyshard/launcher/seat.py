@@ -96,16 +96,21 @@ class Seat:
             return Torch(self.region, rank=self.rank)
         if kind == "solo" or self.start.world == 1:
             return Solo(wires)
-        if any(wires.host_of(rank) != self.start.place.host for rank in self._neighbours()):
+        if self._meets_others():
             from anyshard.comm.torch import Across
 
             return Across(self.region, rank=self.rank, deadline_s=deadline_s)
         return Shm(self.region, rank=self.rank, deadline_s=deadline_s, kind=self.kind)
 
-    def _neighbours(self) -> list[int]:
-        """The ranks that this one's hops come from and go to."""
-        tp, world = self.start.sizes.wires.tp, self.start.world
-        return [rank for rank in (self.rank - tp, self.rank + tp) if 0 <= rank < world]
+    def _meets_others(self) -> bool:
+        """Whether hops go to another host, or come from one; the sampler serves the store that such
+        ranks find each other by."""
+        wires, rank = self.start.sizes.wires, self.rank
+        if not wires.hosts:
+            return False
+        beside = [each for each in (rank - wires.tp, rank + wires.tp) if 0 <= each < wires.world]
+        is_beside = any(wires.host_of(each) != self.start.place.host for each in beside)
+        return is_beside or rank == self.region.sampler
 
 
 #: Serves frames until next_frame() returns None; an exception loses the rank.

@@ -100,6 +100,6 @@ class ThreadGroup:
         self._region, self._start, self._threads = None, None, []
         region.close_descriptors()
 
-    def close(self) -> None:
+    def close(self, *, exit_code: int = 0) -> None:
         """See RankGroup.close."""
         self.end()
