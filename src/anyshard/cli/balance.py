@@ -142,6 +142,7 @@ def _costs(
             micro_batches=1,
             kv_pages=None,
             links=(),
+            drafts=0,
             record=False,
             trace_events=TRACE_EVENTS,
         ),
