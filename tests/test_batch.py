@@ -17,6 +17,7 @@ from anyshard.batch import (
     apply,
     end_session,
     next_tick,
+    ready,
     rewind,
     take_waiting,
 )
@@ -50,7 +51,7 @@ def batch_of(
 def answer(batch: Batch, tick: Tick) -> Batch:
     """Every sampled row draws token 9; a request ends at its max_tokens."""
     by_slot = {s.slot: s for s in batch.running}
-    drawn = {row.slot: 9 for row in tick.rows if row.sample}
+    drawn = {row.slot: (9,) for row in tick.rows if row.sample}
     done = {slot for slot in drawn if by_slot[slot].emitted + 1 == by_slot[slot].request.max_tokens}
     return apply(batch, drawn, frozenset(done))
 
@@ -84,6 +85,64 @@ def test_every_token_runs_once_at_its_position_whatever_the_sizes(
         assert ran[index] == want
     assert sorted(batch.pool.free) == list(range(100))
     assert sorted(batch.free_slots) == list(range(slots))
+
+
+@given(
+    prompts=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    chunk=st.integers(1, 9),
+    slots=st.integers(1, 4),
+    max_tokens=st.integers(1, 12),
+    guesses=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+)
+def test_a_row_finds_its_past_stored_whatever_drafts_were_wrong(
+    prompts: list[int], chunk: int, slots: int, max_tokens: int, guesses: list[int]
+) -> None:
+    """The answer is 50 + position % 7; a guess is how many drafts are right before a wrong one."""
+    limits = Limits(rows_max=chunk + slots + 6, chunk=chunk, num_slots=slots, block=4, drafts=6)
+    batch = batch_of(*prompts, max_tokens=max_tokens, slots=slots)
+    stored: dict[int, dict[int, int]] = {}
+    turn = certain = 0
+    while batch.busy:
+        drafts: dict[int, tuple[int, ...]] = {}
+        left = limits.drafts
+        for sequence in ready(batch, micro_batch=0):
+            end, most = len(sequence.tokens), max_tokens - sequence.emitted - 1
+            right = guesses[turn % len(guesses)]
+            text = [50 + place % 7 for place in range(end, end + right)] + [99]
+            drafts[sequence.slot] = tuple(text[: min(most, left)])
+            left -= len(drafts[sequence.slot])
+            turn += 1
+        tick, batch = next_tick(batch, limits, drafts=drafts)
+        assert 0 < len(tick.rows) <= limits.rows_max
+        by_slot = {s.slot: s for s in batch.running}
+        drawn: dict[int, list[int]] = {}
+        for row in tick.rows:
+            sequence = by_slot[row.slot]
+            mine = stored.setdefault(sequence.request_id, {})
+            mine[row.position] = row.token
+            is_right = not row.is_draft or drawn[row.slot][-1] == row.token
+            if row.is_draft and (99 in drawn[row.slot] or not is_right):
+                drawn[row.slot].append(99)  # what follows it counts for nothing
+                continue
+            certain += not row.is_draft
+            past = [mine[place] for place in range(row.position)]
+            known = [*sequence.tokens, *drawn.get(row.slot, ())]
+            assert past == known[: row.position], "what it attends to is the text"
+            if row.sample:
+                drawn.setdefault(row.slot, []).append(50 + (row.position + 1) % 7)
+        tokens = {
+            slot: tuple(each for each in found if each != 99) for slot, found in drawn.items()
+        }
+        done = frozenset(
+            slot for slot in tokens if by_slot[slot].emitted + len(tokens[slot]) == max_tokens
+        )
+        batch = apply(batch, tokens, done)
+    for index, length in enumerate(prompts):
+        text = [*range(1, length + 1), *(50 + p % 7 for p in range(length, length + max_tokens))]
+        kept = [stored[index][place] for place in range(length + max_tokens - 1)]
+        assert kept == text[:-1]
+    assert certain <= sum(prompts) + len(prompts) * max_tokens
+    assert sorted(batch.pool.free) == list(range(100))
 
 
 @given(

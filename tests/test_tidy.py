@@ -33,8 +33,8 @@ TIERS = {
     "op": 3, "model": 3, "ledger": 3, "speculate": 3, "batch": 3, "journal": 3,
     "answer": 3,
     "fidelity": 4, "plan": 4,
-    "capture": 5, "walk": 5, "watch": 5, "binder": 5, "worker": 5, "epoch": 5, "engine": 5,
-    "accuracy": 5,
+    "capture": 5, "walk": 5, "watch": 5, "binder": 5, "worker": 5, "epoch": 5, "flight": 5,
+    "engine": 5, "accuracy": 5,
     "verify": 6, "bench": 6,
     "serve": 7, "cli": 7, "__main__": 7,
 }  # fmt: skip

@@ -1,17 +1,19 @@
 """Which rows run in the next tick: pure functions over a frozen state.
 
 A tick holds one row for every sequence that decodes, then prompt rows in arrival order, at most
-`chunk` of one prompt, at most `rows_max` in all. Sequences are dealt to micro-batches, and a tick
-is of one of these; several ticks may be under way, and a sequence has no row to run while its
-token is yet to come out. Pages for a whole request are taken when it is
-admitted, so nothing runs out half way. A request of a *session* leaves its sequence resting when it
-ends, pages and all; the session's next request continues it from the first token that differs.
+`chunk` of one prompt, at most `rows_max` in all; rows of drafts (`speculate`) follow that of the
+token before them, and count once they are known to be right. Sequences are dealt to micro-batches,
+and a tick is of one of these; several ticks may be under way, and a sequence has no row to run
+while its token is yet to come out. Pages for a whole request are taken when it is admitted, so
+nothing runs out half way. A request of a *session* leaves its sequence resting when it ends, pages
+and all; the session's next request continues it from the first token that differs.
 Knows nothing of ranks, text or clocks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +31,7 @@ __all__ = [
     "apply",
     "end_session",
     "next_tick",
+    "ready",
     "rewind",
     "take_waiting",
 ]
@@ -36,13 +39,14 @@ __all__ = [
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes fixed before start: rows of a tick, rows of one prompt in it, slots, tokens a page,
-    micro-batches that take turns."""
+    micro-batches that take turns, rows of drafts in a tick."""
 
     rows_max: int
     chunk: int
     num_slots: int
     block: int
     micro_batches: int = 1
+    drafts: int = 0
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,13 +103,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class Row(msgspec.Struct, frozen=True):
     """One token of one sequence to run: its slot and absolute position; whether a token is drawn
-    after it, and whether the caller wants its logits."""
+    after it, and whether the caller wants its logits; whether it is a draft."""
 
     slot: int
     position: int
     token: int
     sample: bool
     logits: bool = False
+    is_draft: bool = False
 
     @property
     def through_head(self) -> bool:
@@ -219,8 +224,23 @@ def _stored_of(sequence: Sequence, prompt: tuple[int, ...]) -> int:
     return next((index for index, (old, new) in enumerate(pairs) if old != new), most)
 
 
-def next_tick(batch: Batch, limits: Limits, *, micro_batch: int = 0) -> tuple[Tick, Batch]:
+def ready(batch: Batch, *, micro_batch: int) -> tuple[Sequence, ...]:
+    """Sequences of which the next tick of a micro-batch has one row, after which a token is drawn:
+    those that drafts can follow."""
+    return tuple(s for s in batch.running if s.micro_batch == micro_batch and s.unrun == 1)
+
+
+def next_tick(
+    batch: Batch,
+    limits: Limits,
+    *,
+    micro_batch: int = 0,
+    drafts: Mapping[int, tuple[int, ...]] | None = None,
+) -> tuple[Tick, Batch]:
     """The rows of the next step of a micro-batch, and the state in which they count as computed.
+
+    drafts: by slot, of sequences that are `ready`; `limits.drafts` at most in all. Their rows do
+    not count as computed: `apply` is told how many were right.
 
     One that has none takes the next chunk of another's prompt, which waits for no token. So the
     chunks of a single prompt follow each other through a pipeline. Held by: test_batch.py.
@@ -240,6 +260,9 @@ def next_tick(batch: Batch, limits: Limits, *, micro_batch: int = 0) -> tuple[Ti
             sample = position == last
             logits = request.want_logits if sample else request.wants_row(position)
             rows.append(Row(sequence.slot, position, sequence.tokens[position], sample, logits))
+        for place, token in enumerate((drafts or {}).get(sequence.slot, ()), last + 1):
+            assert count == 1, "only what is ready has drafts"
+            rows.append(Row(sequence.slot, place, token, True, request.want_logits, True))
         ran[sequence.slot] = count
     running = tuple(
         replace(s, computed=s.computed + ran[s.slot]) if s.slot in ran else s for s in batch.running
@@ -248,8 +271,9 @@ def next_tick(batch: Batch, limits: Limits, *, micro_batch: int = 0) -> tuple[Ti
     return Tick(tuple(rows), admitted), replace(batch, running=running)
 
 
-def apply(batch: Batch, tokens: dict[int, int], finished: frozenset[int]) -> Batch:
-    """The state after a tick has run: `tokens` by slot appended.
+def apply(batch: Batch, tokens: Mapping[int, tuple[int, ...]], finished: frozenset[int]) -> Batch:
+    """The state after a tick has run: `tokens` by slot appended, all but the last of them drafts
+    that were right, and so are stored.
 
     `finished` slots are freed, or rest if their request belongs to a session. Ticks that are under
     way may still hold rows of theirs: ranks run those before any later tick, so slot and pages can
@@ -263,10 +287,13 @@ def apply(batch: Batch, tokens: dict[int, int], finished: frozenset[int]) -> Bat
             slots.append(sequence.slot)
             pool = pool.give(sequence.pages)
             continue
-        new = (tokens[sequence.slot],) if sequence.slot in tokens else ()
-        (resting if sequence.slot in finished else running).append(
-            replace(sequence, tokens=sequence.tokens + new)
+        new = tokens.get(sequence.slot, ())
+        grown = replace(
+            sequence,
+            tokens=sequence.tokens + new,
+            computed=sequence.computed + max(0, len(new) - 1),
         )
+        (resting if sequence.slot in finished else running).append(grown)
     return replace(
         batch,
         running=tuple(running),

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +23,7 @@ from anyshard.batch import (
     apply,
     end_session,
     next_tick,
+    ready,
     take_waiting,
 )
 from anyshard.binder import FaultCode
@@ -33,8 +33,9 @@ from anyshard.comm.control import PAGE, ROW, FrontControl, Result
 from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile, WireType
 from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import PromptTooLong
-from anyshard.fidelity.log import DigestLog, RecordedRow, RunDigests
+from anyshard.fidelity.log import DigestLog, RunDigests
 from anyshard.fidelity.weights import weights_sha256
+from anyshard.flight import FinishReason, Flight, finish_reason
 from anyshard.launcher import Progress, RankGroup, Start
 from anyshard.layout import Layout, wire_boundaries
 from anyshard.ledger import StepShape, wire_cost
@@ -45,6 +46,7 @@ from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
+from anyshard.speculate import Speculator
 from anyshard.trace import RankTrace, Run
 from anyshard.worker import (
     ROW_LOGITS,
@@ -63,8 +65,6 @@ __all__ = [
     "loader",
     "profile_of",
 ]
-
-FinishReason = Literal["stop", "length", "fault"]
 
 
 def f32_profile() -> Profile:
@@ -154,7 +154,8 @@ class Event(msgspec.Struct, frozen=True):
 
 @dataclass
 class Timings:
-    """Seconds spent in steps and the tokens that they moved; a mixed step counts by its rows."""
+    """Seconds spent in steps and the tokens that they moved; a mixed step counts by its rows.
+    Drafts count where they were right."""
 
     prefill_s: float = 0.0
     prefill_tokens: int = 0
@@ -162,24 +163,12 @@ class Timings:
     decode_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """A frame whose result is yet to be read: of slot number `slot` of the schedule's first stage.
-
-    `sequences`, by their slot, as they were when it was sent.
-    """
-
-    frame: int
-    slot: int
-    tick: Tick
-    sequences: dict[int, Sequence]
-
-
 class Engine:
     """One epoch of a rank group, and the requests in it.
 
     `epoch` grows with every engine on the same group; `cores` are those that the ranks share.
-    A list given as `steps` receives the shape of every step, for the ledger.
+    A list given as `steps` receives the shape of every step, for the ledger. `speculator`: whose
+    drafts are run beside (`speculate`), as many as `options.drafts` allows.
 
     Raises: PeerLost, here and from `run`, when a rank is lost.
     """
@@ -195,7 +184,11 @@ class Engine:
         cores: int,
         epoch: int = 1,
         steps: list[StepShape] | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
+        assert (speculator is not None) == (options.drafts > 0)
+        assert speculator is None or not options.record, "what is run and does not count"
+        self.speculator = speculator
         self.group, self.config, self.profile = group, config, profile
         self.layout, self.options, self.cores = layout, options, cores
         self.steps = [] if steps is None and options.trace_events else steps
@@ -235,10 +228,11 @@ class Engine:
         self._cancelled: set[int] = set()
         rows_max = self.limits.rows_max
         self._log = DigestLog(self.programs, rows_max=rows_max) if options.record else None
-        self._uncollected: tuple[_Flight, Result, frozenset[int]] | None = None
+        self._uncollected: tuple[Flight, Result, frozenset[int]] | None = None
         self._slot = 0  # of the schedule's first stage, which comes next
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._result_at = 0.0  # when the last one was read
+        self._spent_s = 0.0  # over it
         self.control: FrontControl = group.start(
             Start(
                 epoch=epoch,
@@ -347,11 +341,13 @@ class Engine:
             before = self.timings.prefill_tokens
             flight, result, codes = self._receive()
             if on_prefill is not None and self.timings.prefill_tokens > before:
-                under_way = sum(_prompt_rows(each) for each in self._in_flight)
+                under_way = sum(each.prompt_rows for each in self._in_flight)
                 unread = self.batch.unread + under_way + self._queued_tokens
                 done = self.timings.prefill_tokens - read
                 on_prefill(done, done + unread)
-            yield from self._finish(flight, result, codes)
+            for event in self._finish(flight, result, codes):
+                if event.request_id not in self._cancelled:  # by whom an earlier one was shown
+                    yield event
 
     def _next_tick(self) -> Tick | None:
         """Rows for the schedule's next slot that has some; None if a result must come first."""
@@ -361,11 +357,28 @@ class Engine:
             if not self.schedule.may_enter(self._slot, under_way):
                 return None
             micro_batch = entries[self._slot % len(entries)]
-            tick, self.batch = next_tick(self.batch, self.limits, micro_batch=micro_batch)
+            tick, self.batch = next_tick(
+                self.batch,
+                self.limits,
+                micro_batch=micro_batch,
+                drafts=self._drafts(micro_batch),
+            )
             self._slot += 1
             if tick.rows:
                 return tick
         return None
+
+    def _drafts(self, micro_batch: int) -> dict[int, tuple[int, ...]]:
+        """By slot, for the next tick of a micro-batch."""
+        if self.speculator is None:
+            return {}
+        slots: dict[int, int] = {}
+        room: dict[int, int] = {}
+        for sequence in ready(self.batch, micro_batch=micro_batch):
+            slots[sequence.request_id] = sequence.slot
+            room[sequence.request_id] = sequence.request.max_tokens - sequence.emitted - 1
+        filled = self.speculator.fill(room, rows=self.limits.drafts)
+        return {slots[request_id]: tokens for request_id, tokens in filled.items()}
 
     def _open_logs(self, tick: Tick) -> None:
         if self._log is None:
@@ -377,6 +390,9 @@ class Engine:
     def _drop_cancelled(self) -> None:
         if not self._cancelled:
             return
+        if self.speculator is not None:
+            for request_id in self._cancelled:
+                self.speculator.end(request_id)
         gone = frozenset(s.slot for s in self.batch.running if s.request_id in self._cancelled)
         self.batch = replace(self.batch, running=tuple(map(self._settled, self.batch.running)))
         waiting = tuple(w for w in self.batch.waiting if w[0] not in self._cancelled)
@@ -407,14 +423,14 @@ class Engine:
         if not self._in_flight:
             self._result_at = time.monotonic()
         frame = self.control.send_frame(*self._frame(tick, sequences))
-        self._in_flight.append(_Flight(frame, self._slot - 1, tick, sequences))
+        self._in_flight.append(Flight(frame, self._slot - 1, tick, sequences))
         self._collect_digests()
         if self.steps is not None:
             sampled = [sequences[row.slot].request for row in tick.rows if row.through_head]
             whole = any(request.needs_logits for request in sampled)
             self.steps.append(StepShape(len(tick.rows), len(sampled), whole))
 
-    def _receive(self) -> tuple[_Flight, Result, list[int]]:
+    def _receive(self) -> tuple[Flight, Result, list[int]]:
         """Wait for the sampler's next result; keeps the clock.
 
         Also the earliest fault code of each row on any rank, in a recorded run; else nothing.
@@ -434,6 +450,7 @@ class Engine:
                 codes = self._log.faults(self.control.wait_digests(flight.frame, rows))
         now = time.monotonic()
         self._account(flight, now - self._result_at)
+        self._spent_s = now - self._result_at
         self._result_at = now
         return flight, result, codes
 
@@ -443,7 +460,7 @@ class Engine:
         if self._log is not None and self._uncollected is not None:
             flight, result, running = self._uncollected
             parts = self.control.wait_digests(result.sequence, len(flight.tick.rows))
-            self._log.add(_recorded_rows(flight, result, running), parts)
+            self._log.add(flight.recorded_rows(result, running), parts)
             self._uncollected = None
 
     def _frame(
@@ -464,22 +481,23 @@ class Engine:
         note = msgspec.msgpack.encode(drawn) if drawn else b""
         return rows, pages, note
 
-    def _account(self, flight: _Flight, seconds: float) -> None:
-        rows, prefill = len(flight.tick.rows), _prompt_rows(flight)
+    def _account(self, flight: Flight, seconds: float) -> None:
+        rows, prefill = flight.certain_rows, flight.prompt_rows
         self.timings.prefill_s += seconds * prefill / rows
         self.timings.decode_s += seconds * (rows - prefill) / rows
         self.timings.prefill_tokens += prefill
         self.timings.decode_tokens += rows - prefill
 
-    def _finish(self, flight: _Flight, result: Result, codes: list[int]) -> list[Event]:
+    def _finish(self, flight: Flight, result: Result, codes: list[int]) -> list[Event]:
         """Apply a result: append tokens, free what ended, and say what happened.
 
         codes: fault codes of rows, if they are known from all ranks. Rows of a request that has
         ended meanwhile are passed over.
         """
         by_slot = {s.slot: s for s in self.batch.running}
-        tokens: dict[int, int] = {}
+        drawn: dict[int, list[int]] = {}  # by slot, what counts
         finished: set[int] = set()
+        refuted: set[int] = set()  # slots of which a draft was wrong, and so are all later ones
         faulted: list[Sequence] = []
         events: list[Event] = []
         logits_index = 0
@@ -493,6 +511,11 @@ class Engine:
             sent = flight.sequences[row.slot].request_id
             if sequence is None or sequence.request_id != sent or row.slot in finished:
                 continue
+            if row.is_draft:
+                mine = drawn.get(row.slot, [])
+                if row.slot in refuted or not mine or mine[-1] != row.token:
+                    refuted.add(row.slot)
+                    continue
             if result.faults[index]:
                 finished.add(row.slot)
                 faulted.append(sequence)
@@ -503,18 +526,49 @@ class Engine:
                     events.append(self._faulted(sequence, self._earliest(code, result.sequence)))
             elif row.sample:
                 token = result.tokens[index]
-                tokens[row.slot] = token
-                finish = _finish_reason(sequence, token)
+                mine = drawn.setdefault(row.slot, [])
+                finish = finish_reason(sequence, token, emitted=sequence.emitted + len(mine))
+                mine.append(token)
                 if finish is not None:
                     finished.add(row.slot)
                 events.append(Event(sequence.request_id, token, logits, finish))
             elif row.logits:
                 events.append(Event(sequence.request_id, None, logits, None))
-        self.batch = apply(self.batch, tokens, frozenset(finished))
+        self._tell_speculator(flight, by_slot, drawn, finished)
+        self.batch = apply(
+            self.batch,
+            {slot: tuple(tokens) for slot, tokens in drawn.items()},
+            frozenset(finished),
+        )
         for sequence in faulted:  # what it stored may be NaN
             if sequence.request.session is not None:
                 self.end_session(sequence.request.session)
         return events
+
+    def _tell_speculator(
+        self,
+        flight: Flight,
+        by_slot: dict[int, Sequence],
+        drawn: dict[int, list[int]],
+        finished: set[int],
+    ) -> None:
+        """What became of drafts; their rows that were right count as decoded."""
+        self.timings.decode_tokens += sum(max(0, len(tokens) - 1) for tokens in drawn.values())
+        speculator = self.speculator
+        if speculator is None:
+            return
+        running = {sequence.request_id for sequence in by_slot.values()}
+        for sequence in flight.tick.admitted:
+            if sequence.request_id in running:
+                speculator.begin(sequence.request_id, sequence.request.prompt)
+        for slot, tokens in drawn.items():
+            speculator.came_out(by_slot[slot].request_id, tokens, accepted=len(tokens) - 1)
+        if not flight.prompt_rows:
+            count = sum(map(len, drawn.values()))
+            rows = len(flight.tick.rows)
+            speculator.gate.step(rows=rows, tokens=count, seconds=self._spent_s)
+        for slot in finished:
+            speculator.end(by_slot[slot].request_id)
 
     def _earliest(self, code: int, step: int) -> int:
         """The earliest fault code that any rank marked in this step.
@@ -532,38 +586,3 @@ class Engine:
         """Tell the ranks to stop and end them."""
         self.control.send_stop()
         self.group.end()
-
-
-def _prompt_rows(flight: _Flight) -> int:
-    """How many rows of a frame are of prompts."""
-    prompts = {slot: len(s.request.prompt) for slot, s in flight.sequences.items()}
-    return sum(row.position < prompts[row.slot] for row in flight.tick.rows)
-
-
-def _recorded_rows(flight: _Flight, result: Result, running: frozenset[int]) -> list[RecordedRow]:
-    """The rows of a frame as the log wants them; of requests that no longer ran when its result
-    came nothing is kept."""
-    rows, by_slot = flight.tick.rows, flight.sequences
-    failed: dict[int, int] = {}  # slot to its first position that failed
-    for row, fault in zip(rows, result.faults, strict=True):
-        if fault:
-            failed[row.slot] = min(row.position, failed.get(row.slot, row.position))
-    return [
-        RecordedRow(
-            by_slot[row.slot].request_id,
-            row.position,
-            row.through_head,
-            by_slot[row.slot].emitted if row.sample and ran else None,
-            is_kept=ran and row.position < failed.get(row.slot, row.position + 1),
-        )
-        for row in rows
-        for ran in (by_slot[row.slot].request_id in running,)
-    ]
-
-
-def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-    if token in sequence.request.stop_ids:
-        return "stop"
-    if sequence.emitted + 1 >= sequence.request.max_tokens:
-        return "length"
-    return None

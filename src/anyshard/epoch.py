@@ -42,7 +42,7 @@ class EngineOptions:
     max_num_seqs sequences of max_model_len tokens take. deadline_s bounds every wait for a rank.
     schedule, micro_batches: how sequences take turns in a pipeline (`schedule.py`); None: as many
     micro-batches as stages, 30 at most. links: emulated ones, hosts: of each rank
-    (`comm.base.WireSizes`).
+    (`comm.base.WireSizes`). drafts: rows of drafts in a step, at most.
     prompt_logits: most that the requests in flight ask for together. record: keep digests of what
     every op writes, for `Engine.digests`. trace_events: last events kept of each rank, for
     `Engine.traced`. capture: what ranks copy to be looked at (`capture.py`).
@@ -59,6 +59,7 @@ class EngineOptions:
     micro_batches: int | None = None
     links: tuple[LinkSpec, ...] = ()
     hosts: tuple[int, ...] = ()
+    drafts: int = 0
     deadline_s: float = 10.0
     prompt_logits: int = 0
     page_order: tuple[int, ...] | None = None
@@ -98,7 +99,7 @@ def plan_epoch(
     needed = slots * blocks
     most = needed if options.kv_pages is None else min(needed, options.kv_pages)
     pages = options.page_order or range(most)
-    rows_max = options.chunk + slots
+    rows_max = options.chunk + slots + options.drafts
     make = SCHEDULES[options.schedule]
     many = options.micro_batches or min(layout.pp, MOST_MICRO_BATCHES)
     schedule = make(layout.pp, many, rows_max=rows_max)
@@ -108,9 +109,10 @@ def plan_epoch(
         num_slots=slots,
         block=profile.kv_block,
         micro_batches=schedule.micro_batches,
+        drafts=options.drafts,
     )
     frames = schedule.in_flight + 1  # digests of one are collected while as many run
-    sampled = min(slots + options.prompt_logits, limits.rows_max)
+    sampled = min(slots + options.drafts + options.prompt_logits, limits.rows_max)
     ranks = RankPlan(
         heads=layout.heads,
         ffn=layout.ffn,

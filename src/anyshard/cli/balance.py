@@ -155,6 +155,7 @@ def _costs(
             max_num_seqs=sequences,
             micro_batches=1,
             links=(),
+            drafts=0,
             record=False,
             trace_events=TRACE_EVENTS,
         ),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
-from anyshard.cli.flags import HostFlags, SamplingFlags, SplitFlags, Text
+from anyshard.cli.flags import HostFlags, SamplingFlags, SpeculationFlags, SplitFlags, Text
 from anyshard.cli.hosts import from_torchrun
 from anyshard.cli.member import run_member
 from anyshard.cli.running import (
@@ -61,6 +61,7 @@ def chat(
     sampling: SamplingFlags = SamplingFlags(),
     split: SplitFlags = SplitFlags(),
     hosts: HostFlags = HostFlags(),
+    speculation: SpeculationFlags = SpeculationFlags(),
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Talk with a model, on any split of it; /help lists what can be typed besides questions.
@@ -78,7 +79,7 @@ def chat(
     hosts = from_torchrun(hosts)
     if hosts.node_rank:
         return run_member(model, split, hosts)
-    return _Chat(model, system, sampling, split, hosts, as_json=json_output).run()
+    return _Chat(model, system, sampling, split, hosts, speculation, as_json=json_output).run()
 
 
 class _Interrupts:
@@ -116,10 +117,11 @@ class _Chat:
         sampling: SamplingFlags,
         split: SplitFlags,
         hosts: HostFlags,
+        speculation: SpeculationFlags,
         *,
         as_json: bool,
     ) -> None:
-        self.hosts = hosts
+        self.hosts, self.speculation = hosts, speculation
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
         self.sampling = sampling.sampling()
         self.said = Conversation(system=system)
@@ -138,6 +140,7 @@ class _Chat:
             num_prompts=1,
             default_len=DEFAULT_LIMIT,
             hosts=self.hosts,
+            speculation=self.speculation,
         )
         with rank_group(opened) as loading:
             self._start(loading)

@@ -25,11 +25,13 @@ from anyshard.request import Sampling
 from anyshard.schedule import MOST_MICRO_BATCHES
 
 __all__ = [
+    "NO_DRAFTS",
     "ONE_HOST",
     "BenchFlags",
     "HostFlags",
     "PromptFlags",
     "SamplingFlags",
+    "SpeculationFlags",
     "SplitFlags",
     "in_range",
     "num_bytes",
@@ -307,6 +309,45 @@ class SamplingFlags:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class SpeculationFlags:
+    """Tokens that are likely to come next, run beside the certain one; they change no bit."""
+
+    speculate: Literal["off", "auto", "ngram"] = "off"
+    "Draft tokens from the text so far and from answers that are over (ngram, auto), or none."
+    draft_max: int = 8
+    "Most drafts in a step."
+    gate: str = "entropy"
+    "Drafts that are run: those worth their rows (entropy), the first K (fixed:K), or all (none)."
+
+    def __post_init__(self) -> None:
+        in_range("draft-max", self.draft_max, 1, 64)
+        assert self.fixed is None or self.fixed >= 0
+
+    @property
+    def drafts(self) -> int:
+        """Rows of drafts that a step has room for."""
+        return 0 if self.speculate == "off" else self.draft_max
+
+    @property
+    def fixed(self) -> int | None:
+        """K of --gate fixed:K. Raises: OptionError."""
+        name, _, number = self.gate.partition(":")
+        if self.gate in ("entropy", "none"):
+            return None
+        if name != "fixed" or not NUMBER.fullmatch(number):
+            raise OptionError(
+                f"--gate is {self.gate[:40]!r}; it can be entropy, none, or fixed:K such as fixed:3"
+            )
+        if not 0 <= int(number) <= self.draft_max:
+            raise OptionError(
+                f"--gate {self.gate} is more than --draft-max {self.draft_max}; raise that, or "
+                f"take fixed:{self.draft_max} at most"
+            )
+        return int(number)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class PromptFlags:
     """Where the text comes from."""
 
@@ -439,3 +480,4 @@ def _prompt_of(line: str, place: str) -> tuple[str, int | None]:
 
 
 ONE_HOST = HostFlags()
+NO_DRAFTS = SpeculationFlags()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from anyshard.cli.flags import HostFlags, PromptFlags, SamplingFlags, SplitFlags
+from anyshard.cli.flags import HostFlags, PromptFlags, SamplingFlags, SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import from_torchrun
 from anyshard.cli.member import run_member
 from anyshard.cli.recording import Recorder
@@ -51,6 +51,7 @@ def generate(
     sampling: SamplingFlags = SamplingFlags(),
     split: SplitFlags = SplitFlags(),
     hosts: HostFlags = HostFlags(),
+    speculation: SpeculationFlags = SpeculationFlags(),
     record: str | None = None,
     trace: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -74,7 +75,9 @@ def generate(
     if hosts.node_rank:
         return run_member(model, split, hosts)
     files = {"record": record, "trace": trace}
-    return _Generate(model, prompts, sampling, split, hosts, **files, as_json=json_output).run()
+    return _Generate(
+        model, prompts, sampling, split, hosts, speculation, **files, as_json=json_output
+    ).run()
 
 
 @dataclass
@@ -97,19 +100,25 @@ class _Generate:
         sampling: SamplingFlags,
         split: SplitFlags,
         hosts: HostFlags,
+        speculation: SpeculationFlags,
         *,
         record: str | None,
         trace: str | None,
         as_json: bool,
     ) -> None:
         self.model, self.flags, self.split, self.as_json = model, sampling, split, as_json
-        self.hosts = hosts
+        self.hosts, self.speculation = hosts, speculation
         if model is not None and prompts.prompt is None and prompts.prompts is None:
             raise OptionError(
                 f"no prompt: {model[:60]!r} was taken as MODEL; give the text with --prompt"
             )
         self.chat, self.texts = prompts.chat, prompts.read()
         self.sampling = sampling.sampling()
+        if record is not None and speculation.drafts:
+            raise OptionError(
+                "--record keeps every row that is run, and of drafts some do not count; leave "
+                "--speculate out"
+            )
         self.recorder = None if record is None else Recorder(record, len(self.texts))
         if self.recorder is not None and prompts.prompts is not None:
             self.recorder.spare_prompts(prompts.prompts)
@@ -130,6 +139,7 @@ class _Generate:
             num_prompts=len(self.texts),
             record=self.recorder is not None,
             hosts=self.hosts,
+            speculation=self.speculation,
         )
         if self.recorder is not None:
             self.recorder.spare_model(opened.checkpoint.path)
@@ -306,6 +316,8 @@ class _Generate:
             f"{engine.profile.name} {engine.body} x{engine.threads}",
             file=sys.stderr,
         )
+        if engine.speculator is not None:
+            print(engine.speculator.figures.text(), file=sys.stderr)
         for index, outcome in enumerate(outcomes):
             number = "" if len(outcomes) == 1 else f"[{index + 1}] "
             end = f"ended by {outcome.reason}" if outcome.reason != "stop" else "ended"
@@ -335,6 +347,7 @@ class _Generate:
         return head | {
             "layout": _layout_json(engine),
             **({"emulated_links": list(map(str, links))} if links else {}),
+            **_speculation_json(engine),
             "profile": engine.profile.name,
             "profile_hash": engine.profile.sha256(),
             "timings": self._timings(engine),
@@ -381,6 +394,11 @@ def _comm_text(engine: Engine) -> str:
         return "solo"
     is_mixed = engine.options.hosts and engine.comm == "shm"
     return f"{engine.comm}+torch" if is_mixed else engine.comm
+
+
+def _speculation_json(engine: Engine) -> dict[str, Any]:
+    speculator = engine.speculator
+    return {} if speculator is None else {"speculation": speculator.figures.as_json()}
 
 
 def _hosts_text(engine: Engine) -> str:

@@ -133,7 +133,7 @@ class _Host:
             loaded=True,
             tokens=plan.max_model_len,
             num_seqs=plan.num_slots,
-            chunk=plan.rows_max - plan.num_slots,
+            chunk=max(1, plan.rows_max - plan.num_slots),
             kv_pages=plan.num_pages,
             micro_batches=max(1, plan.frames - 2),
         )

@@ -95,11 +95,12 @@ def memory_need(
     prompt_logits: int = 0,
     hosts: Sequence[int] = (),
     host: int = 0,
+    drafts: int = 0,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    hosts: of each rank, where there are several; what is counted is of `host`, which loads what its
-    ranks read.
+    drafts: rows of those in a step. hosts: of each rank, where there are several; what is counted
+    is of `host`, which loads what its ranks read.
     kv_pages: most of --kv-memory. micro_batches: those that take turns. comm: the wire, for what
     the ranks import. prompt_logits: prompt tokens whose logits are asked for. record: at most
     `num_seqs` runs are held, each until it has ended.
@@ -122,6 +123,7 @@ def memory_need(
         prompt_logits=prompt_logits,
         kv_pages=kv_pages,
         micro_batches=micro_batches,
+        drafts=drafts,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
     arithmetic, sources = programs[0].profile.arithmetic, checkpoint.sources

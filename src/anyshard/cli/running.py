@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyshard.cli.balance import EPOCH, balanced_layout
-from anyshard.cli.flags import ONE_HOST, HostFlags, SplitFlags
+from anyshard.cli.flags import NO_DRAFTS, ONE_HOST, HostFlags, SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import Share, closed, head_group, refuse_over_hosts
 from anyshard.cli.memory import (
     DEFAULT_SEQUENCES,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
     from anyshard.layout import Layout
     from anyshard.model import Program
+    from anyshard.speculate import Gate, Speculator
 
 __all__ = [
     "Loading",
@@ -74,6 +75,7 @@ class Opened:
     record: bool = False
     host_flags: HostFlags = ONE_HOST
     hosts: tuple[int, ...] = ()
+    speculation: SpeculationFlags = NO_DRAFTS
 
     @property
     def tensors(self) -> frozenset[str] | None:
@@ -132,6 +134,7 @@ class Opened:
             comm=self.flags.comm,
             record=self.record,
             hosts=self.hosts,
+            drafts=self.speculation.drafts,
         )
 
     def _savers(self, tokens: int) -> Iterator[tuple[str, MemoryNeed]]:
@@ -226,6 +229,7 @@ def open_model(
     default_len: int | None = None,
     record: bool = False,
     hosts: HostFlags = ONE_HOST,
+    speculation: SpeculationFlags = NO_DRAFTS,
 ) -> Opened:
     """Open and cut a model; a Hub id is fetched first, where its cache does not hold it.
 
@@ -259,6 +263,7 @@ def open_model(
         record=record,
         host_flags=hosts,
         hosts=hosts_of_ranks(layout, hosts.num_hosts) if hosts.num_hosts > 1 else (),
+        speculation=speculation,
     ).within_kv_memory()
 
 
@@ -469,6 +474,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         max_model_len=limit,
         links=flags.links(layout.pp),
         hosts=opened.hosts,
+        drafts=opened.speculation.drafts,
         kv_pages=opened.kv_pages,
         deadline_s=flags.deadline,
         record=opened.record,
@@ -478,7 +484,15 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
     if flags.balance is not None and layout.pp > 1:
         layout = balanced_layout(group, *model, layout, options, by=flags.balance)
     cores = len(os.sched_getaffinity(0))
-    engine = Engine(group, *model, layout, options, cores=cores, epoch=EPOCH + 1)
+    engine = Engine(
+        group,
+        *model,
+        layout,
+        options,
+        cores=cores,
+        epoch=EPOCH + 1,
+        speculator=_speculator(opened),
+    )
     if engine.crowded:
         print(
             f"note: {opened.hosts.count(0) or layout.world} ranks x {engine.threads} threads on "
@@ -495,6 +509,19 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
             file=sys.stderr,
         )
     return engine
+
+
+def _speculator(opened: Opened) -> Speculator | None:
+    """What --speculate asks for."""
+    from anyshard.speculate import FixedGate, NgramDrafter, OpenGate, Speculator, SurvivalGate
+
+    flags = opened.speculation
+    if not flags.drafts:
+        return None
+    gate: Gate = SurvivalGate() if flags.gate == "entropy" else OpenGate()
+    if flags.fixed is not None:
+        gate = FixedGate(flags.fixed)
+    return Speculator(NgramDrafter(opened.config.vocab), gate, most=flags.drafts)
 
 
 def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:

