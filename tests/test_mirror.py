@@ -198,6 +198,9 @@ class Loads:
     def look_loaded(self, timeout_s: float, progress: Any = None) -> bytes:
         return b"mine"
 
+    def poll(self) -> None:
+        """All is well."""
+
     def close(self) -> None:
         os.close(self._says_nothing)
 
@@ -260,14 +263,18 @@ def test_a_head_takes_each_host_once_and_refuses_others_by_name() -> None:
         for garbage in (b"\x00" * 8, b"\xff" * 64, b"\x05\x00\x00\x00\x00\x00\x00\x00hello"):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(garbage)
+        silent = socket.create_connection(("127.0.0.1", port))  # and keeps nobody waiting
+        silent.sendall(b"\x00\x00\x00\x01\x00")
         first.send(Ping())
         assert isinstance(first.receive(5.0), Pong)
+        started = time.monotonic()
         second = comes(port, 2)
         assert second.receive(5.0) == Welcome(b"share")
         for channel in (first, second):
             channel.send(Loaded(b"mine"))
         thread.join(5)
-        assert not ended
+        assert not ended and time.monotonic() - started < 3
+        silent.close()
         first.close()
         second.close()
     assert sum(line.startswith("refused 127.0.0.1") for line in said) == len(wrong)

@@ -523,7 +523,7 @@ def hosts_of_ranks(layout: Layout, num_hosts: int) -> tuple[int, ...]:
         stages = f"{pp} stage{'s' * (pp > 1)} of {tp} rank{'s' * (tp > 1)}"
         raise LayoutError(
             f"{stages} do not go over {num_hosts} hosts: each takes some stages, or ranks of one "
-            f"stage; take -pp {num_hosts}"
+            "stage; take as many stages (-pp) or more, or fewer hosts"
         )
     if num_hosts <= pp:
         blocks = [stage * num_hosts // pp for stage in range(pp) for _ in range(tp)]

@@ -123,6 +123,7 @@ class _Generate:
         if self.recorder is not None and prompts.prompts is not None:
             self.recorder.spare_prompts(prompts.prompts)
         self.trace = None if trace is None else TraceFile(trace)
+        self.files = (record, prompts.prompts)
         self.start_s = time.monotonic()
         self._unsaid: AnyshardError | BrokenPipeError | None = None
         self.ready_s = self.first_token_s = self.start_s
@@ -144,7 +145,7 @@ class _Generate:
         if self.recorder is not None:
             self.recorder.spare_model(opened.checkpoint.path)
         if self.trace is not None:
-            self.trace.spare(opened.checkpoint.path)
+            self.trace.spare(opened.checkpoint.path, *self.files)
         with rank_group(opened) as loading:
             return self._with(loading)
 

@@ -101,15 +101,20 @@ def hash_of(config: ModelConfig) -> str:
 def agree(name: str, mine: bytes, theirs: bytes) -> None:
     """Raises: UserError if a member has loaded another file than the head; payloads of loads."""
     from anyshard.engine import LoadReport
+    from anyshard.launcher import printable
 
-    here, there = LoadReport.of(mine), LoadReport.of(theirs)
+    here = LoadReport.of(mine)
+    try:
+        there = LoadReport.of(theirs)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{name} does not say what it has loaded: {error}") from None
     if here.content_sha256 != there.content_sha256:
         raise UserError(
             f"{name} has other weights: its file has the hash {there.content_sha256[:12]}, the one "
             f"here {here.content_sha256[:12]}; copy the same file to both"
         )
     if there.note:
-        print(f"note: {name}: {there.note}", file=sys.stderr)
+        say(printable(f"{name}: {there.note}"))
 
 
 def from_torchrun(flags: HostFlags) -> HostFlags:
@@ -120,7 +125,14 @@ def from_torchrun(flags: HostFlags) -> HostFlags:
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" not in environment:
         return flags
-    nnodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    try:
+        nnodes, rank = (int(environment[name]) for name in ("GROUP_WORLD_SIZE", "GROUP_RANK"))
+        address, _ = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise OptionError(
+            f"torchrun's environment is not whole: {error}; start the command by torchrun, or "
+            "unset TORCHELASTIC_RUN_ID"
+        ) from None
     processes = environment.get("LOCAL_WORLD_SIZE", "1")
     if processes != "1":
         raise OptionError(
@@ -129,15 +141,19 @@ def from_torchrun(flags: HostFlags) -> HostFlags:
         )
     if flags.num_hosts not in (1, nnodes):
         raise OptionError(
-            f"--nnodes is {flags.nnodes}, and torchrun has {nnodes} hosts; leave it out"
+            f"--nnodes is {flags.nnodes} and torchrun's {nnodes}; leave it to torchrun"
+        )
+    if flags.node_rank not in (None, rank):
+        raise OptionError(
+            f"--node-rank is {flags.node_rank} and torchrun's {rank}; leave it to torchrun"
         )
     if nnodes == 1:
         return flags
     return replace(
         flags,
         nnodes=nnodes,
-        node_rank=int(environment["GROUP_RANK"]),
-        master_addr=environment["MASTER_ADDR"],
+        node_rank=rank,
+        master_addr=address,
     )
 
 

@@ -51,9 +51,11 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
     member, interface = Member(channel), interface_of(channel.here)
     hello = Hello(flags.node_rank, flags.num_hosts, __version__, body, interface)
     try:
-        share = msgspec.msgpack.decode(
-            member.join(hello, patience_s=flags.join_timeout), type=Share
-        )
+        told = member.join(hello, patience_s=flags.join_timeout)
+        try:
+            share = msgspec.msgpack.decode(told, type=Share)
+        except msgspec.DecodeError as error:
+            raise PeerLost(f"host 0 does not say what to load: {error}") from None
         say(
             f"host {flags.node_rank} of {flags.num_hosts} has joined {channel.peer} from "
             f"{channel.here}{f' ({interface})' if interface else ''}"

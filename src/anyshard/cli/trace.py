@@ -69,9 +69,12 @@ class TraceFile:
         spare_streams("--trace", [self._path])
         self._runs: list[Run] = []
 
-    def spare(self, model: Path) -> None:
-        """Raises: OptionError where the place is the model's."""
+    def spare(self, model: Path, *others: str | None) -> None:
+        """Raises: OptionError where the place is the model's, or of another file of the command."""
         spare_model("--trace", [self._path], model)
+        for other in others:
+            if other is not None and self._path.resolve() == Path(other).resolve():
+                raise OptionError(f"--trace {self._path} is another file of this command; name one")
 
     def add(self, engine: Engine, name: str) -> None:
         """What an engine's ranks did so far."""

@@ -231,8 +231,6 @@ class _Verify:
         self.path, self.as_json = model, as_json
         self.report = None if report is None else _report_target(report)
         self.trace = None if trace is None else TraceFile(trace)
-        if report is not None and report == trace:
-            raise OptionError(f"--report and --trace are both {report}; name two files")
         self.grid, self.lists = cells.grid or "quick", cells.lists()
         self.asked_prompt, self.in_process = prompt_tokens, flags.comm == "threads"
         self.tokens = DEFAULT_TOKENS if tokens is None else tokens
@@ -248,7 +246,8 @@ class _Verify:
         if self.report is not None:
             spare_model("--report", [self.report], opened.checkpoint.path)
         if self.trace is not None:
-            self.trace.spare(opened.checkpoint.path)
+            other = None if self.report is None else str(self.report)
+            self.trace.spare(opened.checkpoint.path, other)
         model, request = self._subject(opened)
         cells, skipped = self._cells(model)
         admit_cells(opened, model, request, cells)

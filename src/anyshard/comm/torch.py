@@ -48,6 +48,7 @@ _distributed: Any = distributed  # its stubs leave out most of what is used here
 _HOP_TAG = 0
 _FIRST_EXCHANGE_TAG = 1
 _GLOO_TIMEOUT = timedelta(days=1)
+_MEETING_TIMEOUT = timedelta(seconds=60)  # who retries without end counts as alive
 
 
 def _store(region: EpochRegion, rank: int) -> Any:
@@ -61,6 +62,7 @@ def _store(region: EpochRegion, rank: int) -> Any:
             place.store_address,
             place.store_port,
             is_master=serves,
+            timeout=_MEETING_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=region.store_fd if serves else None,
         )

@@ -17,7 +17,9 @@ from anyshard.errors import AnyshardError
 from anyshard.launcher.seat import Start
 
 __all__ = [
+    "GONE",
     "MAX_MESSAGE_BYTES",
+    "PREFIX_BYTES",
     "Channel",
     "ChannelClosed",
     "End",
@@ -32,8 +34,10 @@ __all__ = [
 ]
 
 MAX_MESSAGE_BYTES = 16 << 20
+GONE = "the other end is gone"
 MAX_DESCRIPTORS = 250  # SCM_RIGHTS carries at most 253
 _PREFIX = struct.Struct("<II")  # body bytes, descriptors
+PREFIX_BYTES = _PREFIX.size
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
@@ -136,7 +140,7 @@ class Channel(Generic[M]):
                 sent = socket.send_fds(self._socket, [message_bytes], descriptors)
             self._socket.sendall(message_bytes[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosed("the other end is gone") from error
+            raise ChannelClosed(GONE) from error
 
     def receive(self, timeout_s: float) -> tuple[M, list[int]]:
         """The next message, whole.
@@ -174,13 +178,13 @@ class Channel(Generic[M]):
                 num_bytes, socket.CMSG_LEN(MAX_DESCRIPTORS * descriptors.itemsize)
             )
         except ConnectionResetError as error:
-            raise ChannelClosed("the other end is gone") from error
+            raise ChannelClosed(GONE) from error
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(content) - len(content) % descriptors.itemsize
                 descriptors.frombytes(content[:whole])
         if not part:
-            raise ChannelClosed("the other end is gone")
+            raise ChannelClosed(GONE)
         return part, list(descriptors)
 
     def close(self) -> None:

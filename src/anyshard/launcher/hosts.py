@@ -8,6 +8,7 @@ of what has ended. Frames are sent by the caller's thread. Knows nothing of mode
 from __future__ import annotations
 
 import contextlib
+import queue
 import select
 import socket
 import threading
@@ -25,6 +26,7 @@ from anyshard.comm.liveness import Patience
 from anyshard.comm.mirror import HeadMirror, Sighting
 from anyshard.errors import AnyshardError, PeerLost, UserError
 from anyshard.launcher.channel import (
+    GONE,
     ChannelClosed,
     End,
     Ended,
@@ -48,8 +50,10 @@ from anyshard.launcher.meeting import (
     Refused,
     Welcome,
     address_text,
+    first_message,
     interface_of,
     listen,
+    printable,
 )
 from anyshard.launcher.seat import Progress, Start
 
@@ -60,6 +64,7 @@ _HELLO_S: Final = 5.0
 _START_S: Final = 30.0  # of a member, to fork its ranks
 _END_S: Final = 10.0
 _GRACE_S: Final = 0.5  # signs of life come four times a second
+_CODES: Final = (1, 2, 5)  # that a member may end the head with
 _WORD_S: Final = 0.7  # until the host of a rank that others miss has said what became of it
 
 
@@ -115,6 +120,8 @@ class HostGroup:
         self._address: str = listening.getsockname()[0]
         self._port: int = listening.getsockname()[1]
         self._deadline_s = deadline_s
+        self._listens = True
+        self._greeted: queue.SimpleQueue[tuple[Hello, HostChannel]] = queue.SimpleQueue()
         self._members: dict[int, _Member] = {}
         self._mirror: HeadMirror | None = None
         self._hosts: tuple[int, ...] = ()
@@ -141,6 +148,8 @@ class HostGroup:
             here = done, total
 
         while mine is None or self._missing or any(m.loaded is None for m in self._all):
+            if mine is not None:
+                self._local.poll()
             self._attend(_SLICE_S, beside=self._local if mine is None else None)
             if mine is None:
                 mine = self._local.look_loaded(0.0, local_progress)
@@ -155,7 +164,7 @@ class HostGroup:
             if progress is not None:
                 parts = [here, *((member.done, member.total) for member in self._all)]
                 progress(sum(now for now, _ in parts), sum(total for _, total in parts) + 1)
-        self._listening.close()
+        self._stop_listening()
         for member in self._all:
             assert member.loaded is not None
             try:
@@ -176,32 +185,41 @@ class HostGroup:
     def _attend(self, timeout_s: float, *, beside: LauncherHandle | None = None) -> None:
         """Take who comes, and hear who is there, for one slice; or until `beside` has a word."""
         channels: dict[int, _Member] = {m.channel.fileno(): m for m in self._all if not m.gone}
+        listening = [self._listening.fileno()] if self._listens else []
         poll = select.poll()
-        for descriptor in (*channels, *([self._listening.fileno()] if self._missing else [])):
+        for descriptor in (*channels, *listening):
             poll.register(descriptor, select.POLLIN)
         if beside is not None:
             poll.register(beside, select.POLLIN)
         for descriptor, _ in poll.poll(timeout_s * 1e3):
             if descriptor in channels:
                 self._hear(channels[descriptor])
-            elif self._missing and descriptor == self._listening.fileno():
-                self._admit(self._listening.accept()[0])
+            elif descriptor in listening:
+                connection = self._listening.accept()[0]
+                # by a thread each: one who says nothing keeps nobody else waiting
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+        while not self._greeted.empty():
+            self._admit(*self._greeted.get())
 
-    def _admit(self, connection: socket.socket) -> None:
-        """Take a member, or refuse it; whoever says nothing that we know is let go."""
-        terms = self._terms
+    def _greet(self, connection: socket.socket) -> None:
+        """Hear who it is; whoever says nothing that we know, or not soon, is let go."""
         try:
+            hello = first_message(connection, within_s=_HELLO_S)
+            if not isinstance(hello, Hello):
+                raise ChannelClosed("it is none of ours")
             channel = HostChannel(connection)
-        except OSError:  # it has gone by now
+        except (OSError, AnyshardError, msgspec.DecodeError):
             connection.close()
-            return
-        try:
-            hello = channel.receive(_HELLO_S)
-        except (ChannelClosed, AnyshardError, msgspec.DecodeError):
-            hello = None
-        if not isinstance(hello, Hello):
-            channel.close()
-            return
+        else:
+            self._greeted.put((hello, channel))
+
+    def _stop_listening(self) -> None:
+        self._listens = False
+        self._listening.close()
+
+    def _admit(self, hello: Hello, channel: HostChannel) -> None:
+        """Take a member, or refuse it."""
+        terms = self._terms
         refusal = ""
         if hello.version != terms.version:
             refusal = f"host 0 runs anyshard {terms.version}, this one {hello.version}"
@@ -213,7 +231,7 @@ class HostGroup:
             there = self._members[hello.host].name
             refusal = f"--node-rank {hello.host} is taken, by {there}"
         if refusal:
-            terms.tell(f"refused {channel.peer}: {refusal}")
+            terms.tell(printable(f"refused {channel.peer}: {refusal}"))
             self._refuse(channel, refusal)
             channel.close()
             return
@@ -222,7 +240,8 @@ class HostGroup:
         self._patience[hello.host] = Patience(self._deadline_s + _GRACE_S)
         with contextlib.suppress(ChannelClosed):  # read from it, it says so
             channel.send(Welcome(terms.share))
-        terms.tell(f"{member.name} has joined{_by(hello.interface)}; its kernels: {hello.body}")
+        text = f"{member.name} has joined{_by(hello.interface)}; its kernels: {hello.body}"
+        terms.tell(printable(text))
 
     def _refuse(self, channel: HostChannel, message: str) -> None:
         with contextlib.suppress(ChannelClosed):
@@ -234,8 +253,9 @@ class HostGroup:
             message = member.channel.receive(0.0)
             if message is not None:
                 self._take(member, message)
-        except ChannelClosed:
-            member.gone = f"{member.name} has closed its connection"
+        except ChannelClosed as error:
+            why = "" if str(error) == GONE else f": {error}"
+            member.gone = f"{member.name} has closed its connection{why}"
         except (AnyshardError, msgspec.DecodeError) as error:
             member.gone = f"{member.name} sent what is no message: {error}"
         except Exception as error:  # noqa: BLE001  the front is told; this may be another thread
@@ -271,7 +291,9 @@ class HostGroup:
         for member in self._all:
             if member.failed is not None:
                 failed = member.failed
-                raise_failed(replace(failed, message=f"{member.name}: {failed.message}"))
+                code = failed.exit_code if failed.exit_code in _CODES else 1
+                text = printable(f"{member.name}: {failed.message}")
+                raise_failed(replace(failed, message=text, exit_code=code, details=""))
             if member.gone:
                 raise PeerLost(member.gone, rank=self._first_rank(member))
 
@@ -392,7 +414,11 @@ class HostGroup:
 
     def _raise_lost(self, member: _Member) -> NoReturn:
         assert member.lost is not None
-        raise_lost(replace(member.lost, reason=f"{member.name}: {member.lost.reason}"))
+        lost = member.lost
+        code = lost.exit_code if lost.exit_code in _CODES else PeerLost.exit_code
+        reason = printable(f"{member.name}: {lost.reason}")
+        tail = [printable(line) for line in lost.log_tail]
+        raise_lost(replace(lost, reason=reason, exit_code=code, log_tail=tail))
 
     def end(self) -> None:
         """See RankGroup.end."""
@@ -407,7 +433,7 @@ class HostGroup:
                 told.append(member)
         self.pids = []
         self._local.end()
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + self._deadline_s
         for member in told:
             while member.ended < epoch and not member.gone and time.monotonic() < deadline:
                 member.heard.clear()
@@ -425,7 +451,9 @@ class HostGroup:
         for member in self._all:
             member.channel.close()
         self._members = {}
-        self._listening.close()
+        self._stop_listening()
+        while not self._greeted.empty():
+            self._greeted.get()[1].close()
         self._local.close()
 
 

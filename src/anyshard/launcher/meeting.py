@@ -22,6 +22,7 @@ import msgspec
 from anyshard.comm.mirror import Sighting
 from anyshard.errors import OptionError, PeerLost
 from anyshard.launcher.channel import (
+    PREFIX_BYTES,
     Channel,
     ChannelClosed,
     End,
@@ -48,12 +49,15 @@ __all__ = [
     "Welcome",
     "address_text",
     "connect",
+    "first_message",
     "interface_of",
     "listen",
+    "printable",
 ]
 
 _SIOCGIFADDR: Final = 0x8915
 _SEND_S: Final = 10.0
+_MOST_FIRST_BYTES: Final = 4096
 _KEEP_ALIVE: Final = {  # a host that has vanished is noticed after ten seconds
     socket.TCP_KEEPIDLE: 4,
     socket.TCP_KEEPINTVL: 2,
@@ -144,6 +148,31 @@ HostMessage = (
 )
 
 
+def first_message(connection: socket.socket, *, within_s: float) -> HostMessage:
+    """What somebody says who may be anybody: short, and soon.
+
+    Raises: OSError, ChannelClosed, msgspec.DecodeError.
+    """
+    deadline, found = time.monotonic() + within_s, b""
+    wanted = PREFIX_BYTES
+    while len(found) < wanted:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(wanted - len(found))
+        if not part or time.monotonic() > deadline:
+            raise ChannelClosed("it does not say who it is")
+        found += part
+        if len(found) == PREFIX_BYTES:
+            wanted += int.from_bytes(found[:4], "little")
+            if wanted > _MOST_FIRST_BYTES:
+                raise ChannelClosed("it says too much")
+    return msgspec.msgpack.decode(found[PREFIX_BYTES:], type=HostMessage)
+
+
+def printable(text: str) -> str:
+    """Of another host, without what would steer a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
 class HostChannel:
     """A connection to another host. One thread may read; any may send.
 
@@ -220,9 +249,13 @@ def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, 
         why = getattr(error, "strerror", None) or "it is no name of a host"
         raise OptionError(f"--master-addr {address[:60]!r}: {why}") from None
     family, _, _, _, place = found[0]
-    if ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
+    number = ipaddress.ip_address(str(place[0]).partition("%")[0])
+    mapped = getattr(number, "ipv4_mapped", None)
+    if mapped is not None:
+        return _resolve(str(mapped), port)
+    if number.is_unspecified or number.is_multicast or str(number) == "255.255.255.255":
         raise OptionError(
-            f"--master-addr {address} is every address and names no host; give one of host 0's own"
+            f"--master-addr {address} is of many hosts, or all; give one of host 0's own"
         )
     return family, place
 

@@ -290,7 +290,7 @@ def _percent_sender(channel: Channel[Message]) -> Progress:
 
 def _failed(error: Exception) -> Failed:
     is_user = isinstance(error, UserError)
-    is_clear = is_user or isinstance(error, REFUSALS)
+    is_clear = is_user or isinstance(error, (PeerLost, *REFUSALS))
     return Failed(
         is_user=is_user,
         message=error_text(error),
