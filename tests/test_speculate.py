@@ -368,6 +368,16 @@ def test_a_calibrator_learns_by_depth_and_leans_on_what_is_alike() -> None:
     assert 0.1 < calibrator.error < 0.25
 
 
+def test_a_draft_that_an_answer_ended_before_is_neither_right_nor_wrong() -> None:
+    gate = SurvivalGate()
+    for _ in range(50):
+        gate.turned_out(drafts_of(3), 1, is_over=True)
+    assert gate.calibrator.chance(drafts_of(2)[1], 1) == pytest.approx(0.5), "it was not looked at"
+    assert gate.calibrator.chance(drafts_of(1)[0], 0) > 0.9
+    gate.turned_out(drafts_of(3), 1)
+    assert gate.calibrator.chance(drafts_of(2)[1], 1) < 0.4
+
+
 def test_rows_are_run_while_their_survival_is_worth_their_cost() -> None:
     gate = SurvivalGate()
     for number in range(400):  # four in a row are right, and one time in eight all are

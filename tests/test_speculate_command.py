@@ -80,3 +80,10 @@ def test_a_conversation_goes_on_from_what_drafts_have_stored() -> None:
 def test_what_no_draft_can_be_is_refused(arguments: tuple[str, ...], want: str) -> None:
     done = run("generate", "--prompt", "x", *arguments)
     assert done.returncode == 2 and want in done.stderr
+
+
+def test_flags_that_do_nothing_are_named() -> None:
+    done = run("generate", "--prompt", "x", "-n", "1", "--gate", "none", "--micro-batches", "2")
+    assert done.returncode == 0
+    assert "note: without --speculate these have no effect: --gate\n" in done.stderr
+    assert "note: with one stage these have no effect: --micro-batches\n" in done.stderr

@@ -31,7 +31,7 @@ from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.cache import ImageCache, content_sha256, load_image
 from anyshard.comm.control import PAGE, ROW, FrontControl, Result
 from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile, WireType
-from anyshard.epoch import EngineOptions, plan_epoch
+from anyshard.epoch import EngineOptions, plan_epoch, rank_threads
 from anyshard.errors import PromptTooLong
 from anyshard.fidelity.log import DigestLog, RunDigests
 from anyshard.fidelity.weights import weights_sha256
@@ -195,10 +195,8 @@ class Engine:
         self.timings = Timings()
         world = layout.world
         self.body = choose_body(options.kernels)
-        # a reference body has one thread, whatever was asked for
         here = options.hosts.count(0) or world  # ranks of this host
-        asked = options.threads or max(1, cores // here)
-        self.threads = 1 if self.body == "reference" else asked
+        self.threads = rank_threads(self.body, options.threads, cores=cores, ranks=here)
         self.crowded = here * self.threads > cores
         self.programs = [program(config, profile, layout, rank) for rank in range(world)]
         plan = plan_epoch(
@@ -562,7 +560,8 @@ class Engine:
             if sequence.request_id in running:
                 speculator.begin(sequence.request_id, sequence.request.prompt)
         for slot, tokens in drawn.items():
-            speculator.came_out(by_slot[slot].request_id, tokens, accepted=len(tokens) - 1)
+            request_id = by_slot[slot].request_id
+            speculator.came_out(request_id, tokens, is_over=slot in finished)
         if not flight.prompt_rows:
             count = sum(map(len, drawn.values()))
             rows = len(flight.tick.rows)

@@ -23,9 +23,15 @@ from anyshard.pages import pages_for
 from anyshard.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule, ScheduleKind
 from anyshard.worker import RankPlan, note_bytes, wire_sizes
 
-__all__ = ["EngineOptions", "EpochPlan", "default_chunk", "plan_epoch"]
+__all__ = ["SPIN_US", "EngineOptions", "EpochPlan", "default_chunk", "plan_epoch", "rank_threads"]
 
 SPIN_US: Final = 500
+
+
+def rank_threads(body: Body, asked: int | None, *, cores: int, ranks: int) -> int:
+    """Threads of each of so many ranks that share a host's cores. A reference body has one,
+    whatever was asked for."""
+    return 1 if body == "reference" else asked or max(1, cores // ranks)
 
 
 def default_chunk(layout: Layout) -> int:

@@ -324,6 +324,12 @@ class SpeculationFlags:
         assert self.fixed is None or self.fixed >= 0
 
     @property
+    def idle(self) -> list[str]:
+        """Flags that were given and do nothing without --speculate."""
+        given = {"--draft-max": self.draft_max != 8, "--gate": self.gate != "entropy"}
+        return [name for name, is_given in given.items() if is_given and not self.drafts]
+
+    @property
     def drafts(self) -> int:
         """Rows of drafts that a step has room for."""
         return 0 if self.speculate == "off" else self.draft_max

@@ -21,13 +21,13 @@ from anyshard import __version__
 from anyshard.cli.flags import HostFlags, SplitFlags
 from anyshard.config import Arithmetic, KvType, WireType
 from anyshard.errors import AnyshardError, OptionError, UserError
+from anyshard.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from anyshard.config import ModelConfig, Profile
     from anyshard.launcher import HostGroup, LauncherHandle, RankGroup
-    from anyshard.layout import Layout
 
 __all__ = [
     "Share",
@@ -48,10 +48,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     `config`: a hash of the model's shapes. `record`: runs are recorded, which takes all weights.
     """
 
-    heads: tuple[tuple[int, int], ...]
-    ffn: tuple[tuple[int, int], ...]
-    vocab: tuple[tuple[int, int], ...]
-    layers: tuple[tuple[int, int], ...]
+    layout: Layout
     arithmetic: Arithmetic
     kv: KvType
     wire: WireType
@@ -72,10 +69,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Share:
         """Of a model that is opened and cut."""
         return cls(
-            heads=layout.heads,
-            ffn=layout.ffn,
-            vocab=layout.vocab,
-            layers=layout.layers,
+            layout=layout,
             arithmetic=profile.arithmetic,
             kv=profile.kv,
             wire=profile.wire,
@@ -84,13 +78,6 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
             hosts=hosts,
             record=record,
         )
-
-    @property
-    def layout(self) -> Layout:
-        """The cuts as a layout."""
-        from anyshard.layout import Layout
-
-        return Layout(heads=self.heads, ffn=self.ffn, vocab=self.vocab, layers=self.layers)
 
 
 def hash_of(config: ModelConfig) -> str:

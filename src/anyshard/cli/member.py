@@ -39,7 +39,7 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
     Raises: UserError where this host or the head refuses, PeerLost.
     """
     from anyshard.checkpoint import open_checkpoint
-    from anyshard.launcher import Hello, Member, connect, interface_of
+    from anyshard.launcher import Hello, Member, connect, interface_of, interface_text
     from anyshard.ops import choose_body
 
     assert flags.master_addr is not None and flags.node_rank is not None
@@ -58,7 +58,7 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
             raise PeerLost(f"host 0 does not say what to load: {error}") from None
         say(
             f"host {flags.node_rank} of {flags.num_hosts} has joined {channel.peer} from "
-            f"{channel.here}{f' ({interface})' if interface else ''}"
+            f"{channel.here}{interface_text(interface)}"
         )
         _Host(checkpoint, split, share, flags.node_rank).run(member)
     except PeerLost:
@@ -125,7 +125,7 @@ class _Host:
         """The head's Start, with the threads and kernels of this host. Raises: LayoutError."""
         from msgspec.structs import replace as changed
 
-        from anyshard.epoch import SPIN_US
+        from anyshard.epoch import SPIN_US, rank_threads
         from anyshard.ops import choose_body
         from anyshard.worker import RankPlan
 
@@ -141,8 +141,7 @@ class _Host:
         )
         cores = len(os.sched_getaffinity(0))
         body = choose_body(self.split.kernels)
-        asked = self.split.threads or max(1, cores // len(self.mine))
-        threads = 1 if body == "reference" else asked
+        threads = rank_threads(body, self.split.threads, cores=cores, ranks=len(self.mine))
         spin = len(self.mine) * threads <= cores
         payload = changed(plan, kernels=body, threads=threads, spin=spin)
         return changed(

@@ -480,6 +480,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         record=opened.record,
         trace_events=trace_events,
     )
+    _tell_idle(opened, layout)
     group, model = loading.group, (opened.config, opened.profile)
     if flags.balance is not None and layout.pp > 1:
         layout = balanced_layout(group, *model, layout, options, by=flags.balance)
@@ -509,6 +510,20 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
             file=sys.stderr,
         )
     return engine
+
+
+def _tell_idle(opened: Opened, layout: Layout) -> None:
+    """Say which flags were given and do nothing in such a run."""
+    flags, idle = opened.flags, opened.speculation.idle
+    if idle:
+        print(f"note: without --speculate these have no effect: {', '.join(idle)}", file=sys.stderr)
+    given = {
+        "--schedule": flags.schedule != "continuous",
+        "--micro-batches": flags.micro_batches is not None,
+    }
+    turns = [name for name, is_given in given.items() if is_given and layout.pp == 1]
+    if turns:
+        print(f"note: with one stage these have no effect: {', '.join(turns)}", file=sys.stderr)
 
 
 def _speculator(opened: Opened) -> Speculator | None:

@@ -11,7 +11,14 @@ Knows nothing of models: what is loaded and what a rank does are functions passe
 
 from anyshard.launcher.handle import LauncherHandle, RankGroup, fork_launcher
 from anyshard.launcher.hosts import HostGroup, Terms
-from anyshard.launcher.meeting import Hello, connect, interface_of, listen, printable
+from anyshard.launcher.meeting import (
+    Hello,
+    connect,
+    interface_of,
+    interface_text,
+    listen,
+    printable,
+)
 from anyshard.launcher.member import Member
 from anyshard.launcher.seat import EpochSizes, Load, Progress, RankMain, Seat, Start
 from anyshard.launcher.threads import ThreadGroup
@@ -33,6 +40,7 @@ __all__ = [
     "connect",
     "fork_launcher",
     "interface_of",
+    "interface_text",
     "listen",
     "printable",
 ]

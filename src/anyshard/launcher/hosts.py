@@ -52,6 +52,7 @@ from anyshard.launcher.meeting import (
     address_text,
     first_message,
     interface_of,
+    interface_text,
     listen,
     printable,
 )
@@ -91,7 +92,6 @@ class _Member:
 
     host: int
     channel: HostChannel
-    interface: str
     done: int = 0
     total: int = 0
     loaded: bytes | None = None
@@ -138,7 +138,7 @@ class HostGroup:
         missing_until = time.monotonic() + (deadline_s or terms.join_s)
         terms.tell(
             f"host 0 of {terms.nnodes} listens at {address_text(self._address, self._port)}"
-            f"{_by(interface_of(self._address))} for {_hosts_text(self._missing)}"
+            f"{interface_text(interface_of(self._address))} for {_hosts_text(self._missing)}"
         )
         here, mine = (0, 0), None
         self._begin_patience()
@@ -235,13 +235,13 @@ class HostGroup:
             self._refuse(channel, refusal)
             channel.close()
             return
-        member = _Member(hello.host, channel, hello.interface)
+        member = _Member(hello.host, channel)
         self._members[hello.host] = member
         self._patience[hello.host] = Patience(self._deadline_s + _GRACE_S)
         with contextlib.suppress(ChannelClosed):  # read from it, it says so
             channel.send(Welcome(terms.share))
-        text = f"{member.name} has joined{_by(hello.interface)}; its kernels: {hello.body}"
-        terms.tell(printable(text))
+        way = interface_text(hello.interface)
+        terms.tell(printable(f"{member.name} has joined{way}; its kernels: {hello.body}"))
 
     def _refuse(self, channel: HostChannel, message: str) -> None:
         with contextlib.suppress(ChannelClosed):
@@ -321,7 +321,7 @@ class HostGroup:
             self._hearing = threading.Thread(target=self._listen_on, name="hosts", daemon=True)
             self._hearing.start()
         for member in self._all:
-            self._await(member, lambda each: each.started == start.epoch, "start its ranks")
+            self._await_started(member)
         self._begin_patience()
         return FrontControl(region, poll=self.poll, deadline_s=start.deadline_s, relay=self)
 
@@ -344,18 +344,18 @@ class HostGroup:
         while not self._is_closing:
             self._attend(0.1)
 
-    def _await(self, member: _Member, is_done: Callable[[_Member], bool], what: str) -> None:
-        """Raises: PeerLost if it takes a member too long."""
+    def _await_started(self, member: _Member) -> None:
+        """Raises: PeerLost if it takes a member too long to fork its ranks."""
         deadline = time.monotonic() + _START_S
-        while not is_done(member):
+        while member.started != self._epoch:
             member.heard.clear()
             self._raise_failed()
             self._raise_silent()
             self._local.poll()
             if time.monotonic() > deadline:
                 rank = self._first_rank(member)
-                raise PeerLost(f"{member.name} took over {_START_S:g} s to {what}", rank=rank)
-            if not is_done(member):
+                raise PeerLost(f"{member.name} took over {_START_S:g} s to fork", rank=rank)
+            if member.started != self._epoch:
                 member.heard.wait(_SLICE_S)
 
     def _tell(self, member: _Member, message: HostMessage) -> None:
@@ -410,7 +410,7 @@ class HostGroup:
         return noticed
 
     def _is_of(self, rank: int, host: int) -> bool:
-        return rank < len(self._hosts) and self._hosts[rank] == host
+        return 0 <= rank < len(self._hosts) and self._hosts[rank] == host
 
     def _raise_lost(self, member: _Member) -> NoReturn:
         assert member.lost is not None
@@ -455,10 +455,6 @@ class HostGroup:
         while not self._greeted.empty():
             self._greeted.get()[1].close()
         self._local.close()
-
-
-def _by(interface: str) -> str:
-    return f" ({interface})" if interface else ""
 
 
 def _hosts_text(hosts: Sequence[int]) -> str:

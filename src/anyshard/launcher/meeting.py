@@ -51,6 +51,7 @@ __all__ = [
     "connect",
     "first_message",
     "interface_of",
+    "interface_text",
     "listen",
     "printable",
 ]
@@ -317,6 +318,11 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return _interface_of_ipv6(address)
+
+
+def interface_text(interface: str) -> str:
+    """Behind an address: ` (eth0)`, or nothing."""
+    return f" ({interface})" if interface else ""
 
 
 def _interface_of_ipv6(address: str) -> str:

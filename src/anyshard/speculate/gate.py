@@ -3,7 +3,7 @@
 Survival of a draft is the chance that it and all before it are right, as a source's drafts of like
 length, entropy and depth have turned out so far. Its cost is what one row more takes, over what a
 token takes now: theta = seconds a row / seconds a token, both measured as it runs. Source:
-shared notes on speculation; docs/speculation.md.
+docs/speculation.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Gate(Protocol):
         """The chance of each that it will count, as far as they are worth their rows."""
         ...
 
-    def turned_out(self, drafts: Sequence[Draft], accepted: int) -> None:
-        """The first `accepted` of those that were run were right, the next one was not."""
+    def turned_out(self, drafts: Sequence[Draft], accepted: int, *, is_over: bool = False) -> None:
+        """The first `accepted` of those that were run were right, the next one was not; of an
+        answer that `is_over` nobody knows about that one."""
         ...
 
     def step(self, *, rows: int, tokens: int, seconds: float) -> None:
@@ -58,7 +59,7 @@ class OpenGate:
         """See Gate: the first ones go first."""
         return [1.0 / (1 + depth) for depth in range(len(drafts))]
 
-    def turned_out(self, drafts: Sequence[Draft], accepted: int) -> None:
+    def turned_out(self, drafts: Sequence[Draft], accepted: int, *, is_over: bool = False) -> None:
         """See Gate."""
 
     def step(self, *, rows: int, tokens: int, seconds: float) -> None:
@@ -179,7 +180,6 @@ class SurvivalGate:
     cost: RowCost = field(default_factory=RowCost)
     _token_s: float = 0.0
     _worth: dict[str, _Worth] = field(default_factory=dict)
-    _round: tuple[str, int, int] | None = None  # source, rows and tokens of the last one
 
     @property
     def theta(self) -> float:
@@ -201,11 +201,12 @@ class SurvivalGate:
             found.append(chance)
         return found
 
-    def turned_out(self, drafts: Sequence[Draft], accepted: int) -> None:
+    def turned_out(self, drafts: Sequence[Draft], accepted: int, *, is_over: bool = False) -> None:
         """See Gate."""
-        for depth, draft in enumerate(drafts[: accepted + 1]):
+        known = drafts[: accepted + (not is_over)]
+        for depth, draft in enumerate(known):
             self.calibrator.learn(draft, depth, is_hit=depth < accepted)
-        if drafts:
+        if drafts and not is_over:
             self._judge(drafts[0].source, rows=1 + len(drafts), tokens=1 + accepted)
 
     def _judge(self, source: str, *, rows: int, tokens: int) -> None:

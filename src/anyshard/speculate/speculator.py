@@ -114,15 +114,17 @@ class Speculator:
                 filled[request_id] = tuple(draft.token for draft in drafts)
         return filled
 
-    def came_out(self, request_id: int, tokens: Sequence[int], *, accepted: int) -> None:
-        """Tokens that a step of a request has brought, the first `accepted` of them drafts."""
+    def came_out(self, request_id: int, tokens: Sequence[int], *, is_over: bool) -> None:
+        """Tokens that a step of a request has brought, all but the last of them drafts; whether
+        its answer ends with them."""
+        accepted = len(tokens) - 1
         drafts, counts = self._under_way.pop(request_id, []), self._counts
         counts.rounds += 1
         counts.drafted_rounds += bool(drafts)
         for place in range(len(drafts)):
             counts.proposed[place] += 1
             counts.accepted[place] += place < accepted
-        self.gate.turned_out(drafts, accepted)
+        self.gate.turned_out(drafts, accepted, is_over=is_over)
         if request_id in self._known:
             self._drafter.extend(request_id, tokens)
 
