@@ -27,10 +27,11 @@ from typing import Any
 os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")  # before NumPy: we fork
 
 from anyshard.checkpoint import open_checkpoint
-from anyshard.engine import Engine, loader, profile_of
+from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
+from anyshard.loading import loader, profile_of
 from anyshard.request import Request
 from anyshard.worker import rank_main
 

@@ -36,8 +36,8 @@ import numpy as np
 from anyshard.checkpoint import build_image, open_checkpoint
 from anyshard.comm.solo import Solo
 from anyshard.config import Arithmetic
-from anyshard.engine import profile_of
 from anyshard.layout import plan
+from anyshard.loading import profile_of
 from anyshard.model import Program, program
 from anyshard.ops import Kernels, available_bodies
 from anyshard.tokenizer import open_tokenizer

@@ -26,9 +26,9 @@ import llama
 
 from anyshard.bench.bandwidth import open_probe
 from anyshard.checkpoint import open_checkpoint
-from anyshard.engine import profile_of
 from anyshard.layout import plan
 from anyshard.ledger import step_kv_bytes, step_weight_bytes
+from anyshard.loading import profile_of
 from anyshard.model import program
 from anyshard.tokenizer import open_tokenizer
 

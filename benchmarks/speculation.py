@@ -28,10 +28,11 @@ import hf
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.link import LinkSpec
-from anyshard.engine import Engine, loader, profile_of
+from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup, fork_launcher
 from anyshard.layout import plan
+from anyshard.loading import loader, profile_of
 from anyshard.request import Request
 from anyshard.speculate import FixedGate, Gate, OracleDrafter, Speculator, SurvivalGate
 from anyshard.tokenizer import open_tokenizer

@@ -91,9 +91,9 @@ def kv_table() -> str:
 
 def _fullest(shape: tuple[int, int, int], tp: int, kind: Any, kv: Any) -> int:
     from anyshard.config import ModelConfig
-    from anyshard.engine import profile_of
     from anyshard.kv import KvCache, num_local_pages
     from anyshard.layout import plan
+    from anyshard.loading import profile_of
 
     layers, heads, kv_heads = shape
     config = ModelConfig(

@@ -17,7 +17,7 @@ from anyshard.accuracy.report import OpFigures, Report
 from anyshard.checkpoint.source import Checkpoint, TensorSource
 from anyshard.checkpoint.widen import TensorType
 from anyshard.config import ModelConfig
-from anyshard.engine import f32_profile
+from anyshard.loading import f32_profile
 from anyshard.ops.float64 import Reference64
 from anyshard.verify.driver import served
 from anyshard.worker import Served, Worker

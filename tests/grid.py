@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from anyshard.checkpoint import WeightImage, open_checkpoint
 from anyshard.config import Arithmetic, KvType, ModelConfig, WireType
-from anyshard.engine import profile_of
 from anyshard.launcher import RankMain, Seat
+from anyshard.loading import profile_of
 from anyshard.model import Program, program
 from anyshard.op import Weight
 from anyshard.ops.storage import Panels, panel_cut

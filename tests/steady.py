@@ -23,10 +23,11 @@ import numpy as np
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
-from anyshard.engine import Engine, loader, profile_of
+from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
+from anyshard.loading import loader, profile_of
 from anyshard.request import Request, Sampling
 from anyshard.worker import Worker, rank_main
 

@@ -25,7 +25,7 @@ from anyshard.accuracy.measure import compare, weights64
 from anyshard.accuracy.report import TIMES_HF, Report
 from anyshard.accuracy.table import as_text
 from anyshard.checkpoint import Checkpoint, open_checkpoint
-from anyshard.engine import f32_profile
+from anyshard.loading import f32_profile
 from anyshard.ops.float64 import Reference64
 from anyshard.tokenizer import open_tokenizer
 from anyshard.verify.driver import served

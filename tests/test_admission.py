@@ -25,11 +25,12 @@ from anyshard.checkpoint.cache import load_image
 from anyshard.cli import main, running
 from anyshard.cli.memory import MemoryNeed, memory_need
 from anyshard.config import Profile
-from anyshard.engine import Engine, f32_profile
+from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.errors import LayoutError
 from anyshard.fidelity.log import digest_bytes
 from anyshard.layout import KvShard, plan
+from anyshard.loading import f32_profile
 from anyshard.model import program
 from anyshard.verify.driver import open_group
 from anyshard.verify.naive import rank_body
@@ -274,7 +275,7 @@ def test_where_the_prompts_decide_nothing_is_packed_before_they_have(
         if is_exact:
             encoded.touch()
 
-    monkeypatch.setattr("anyshard.engine.load_image", note_and_load)
+    monkeypatch.setattr("anyshard.loading.load_image", note_and_load)
     monkeypatch.setattr(running.Opened, "admit", note_and_admit)
     have(tiny_need(tiny, tokens=64, num_seqs=1))
     code = main(["generate", tiny, "--prompt", "abc", "--max-tokens", "50" if fits else "100"])

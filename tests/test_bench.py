@@ -25,10 +25,11 @@ from anyshard.bench.rows import Row, SpeedTest, spread
 from anyshard.bench.tables import row_records, speed_table
 from anyshard.checkpoint import build_image, open_checkpoint
 from anyshard.cli import main, running
-from anyshard.engine import Event, f32_profile
+from anyshard.engine import Event
 from anyshard.errors import AnyshardError
 from anyshard.layout import plan
 from anyshard.ledger import step_kv_bytes, step_weight_bytes
+from anyshard.loading import f32_profile
 from anyshard.model import program
 from anyshard.request import Request
 
@@ -360,7 +361,7 @@ def test_a_layout_that_has_no_room_is_refused_before_anything_is_loaded(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "read_memory", lambda: (1 << 40, 500 << 20))
-    monkeypatch.setattr("anyshard.engine.loader", None)
+    monkeypatch.setattr("anyshard.loading.loader", None)
     ran = Ran(capfd, tiny, *SHORT, "--layouts", "tp1,tp9")
     assert (ran.code, ran.out) == (2, "")
     assert "layout tp9: " in ran.err and "524 MB are free" in ran.err

@@ -28,7 +28,7 @@ from anyshard.bench.block_rank import (
 from anyshard.bench.blocks import ARMS, MOST_PASSES, PEER_ARMS, BlockArm, RankBlocks, TorchBlocks
 from anyshard.cli import main
 from anyshard.config import Arithmetic
-from anyshard.engine import profile_of
+from anyshard.loading import profile_of
 from anyshard.ops import Body, available_bodies
 from anyshard.verify.driver import open_group, served
 

@@ -32,8 +32,8 @@ from models import ADVERSARIAL_9_3, write_hf_model
 from native_cases import BODIES, F32, differing, floats, leaves, native, needs_native, panels
 
 from anyshard.checkpoint import open_checkpoint
-from anyshard.engine import loader
 from anyshard.errors import CheckpointError
+from anyshard.loading import loader
 from anyshard.ops import Body, Kernels
 from anyshard.ops import reference as reference_ops
 from anyshard.ops.control_word import set_control_word
@@ -298,7 +298,7 @@ def test_weights_are_widened_under_the_default_control_word(
         words.append(control_word())
         raise CheckpointError("pack no further")
 
-    monkeypatch.setattr("anyshard.engine.load_image", pack)
+    monkeypatch.setattr("anyshard.loading.load_image", pack)
     checkpoint = open_checkpoint(str(model[0]))
     with under(FLUSH | UP), pytest.raises(CheckpointError, match="pack no further"):
         loader(checkpoint, threads=1)(lambda *_: None)

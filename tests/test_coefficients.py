@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from anyshard.config import Arithmetic, KvType
-from anyshard.engine import profile_of
+from anyshard.loading import profile_of
 from anyshard.ops import coefficients, kv_pages, quant
 
 ROOT = Path(__file__).resolve().parent.parent

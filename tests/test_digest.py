@@ -13,9 +13,9 @@ from native_cases import BODIES, F32, floats, ints, native, needs_native, pool
 
 from anyshard.checkpoint.image import WeightImage
 from anyshard.config import ModelConfig
-from anyshard.engine import f32_profile
 from anyshard.fidelity import weights_sha256
 from anyshard.layout import plan
+from anyshard.loading import f32_profile
 from anyshard.model import Program, program
 from anyshard.op import LAYER_POINTS
 from anyshard.ops import reference

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from models import MODELS
 
-from anyshard.engine import f32_profile
 from anyshard.fidelity.log import DigestLog, RecordedRow
 from anyshard.layout import plan
+from anyshard.loading import f32_profile
 from anyshard.model import program
 
 

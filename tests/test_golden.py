@@ -14,7 +14,7 @@ import pytest
 from golden import make, wire
 
 from anyshard.config import LEAF, KvType
-from anyshard.engine import f32_profile, int8_profile, profile_of
+from anyshard.loading import f32_profile, int8_profile, profile_of
 from anyshard.ops import Body, Kernels, available_bodies, exact, native_module
 
 BODIES = [

@@ -14,9 +14,9 @@ from anyshard.checkpoint.cache import content_sha256
 from anyshard.cli.flags import HostFlags
 from anyshard.cli.hosts import agree, from_torchrun
 from anyshard.cli.memory import memory_need, tensors_of
-from anyshard.engine import LoadReport, loader, profile_of
 from anyshard.errors import OptionError, UserError
 from anyshard.layout import hosts_of_ranks, plan
+from anyshard.loading import LoadReport, loader, profile_of
 from anyshard.model import program
 from anyshard.worker import Served
 

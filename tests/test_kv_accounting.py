@@ -11,12 +11,13 @@ from anyshard.cli.flags import SplitFlags, num_bytes
 from anyshard.cli.memory import kv_bytes, pages_in
 from anyshard.cli.running import Opened, open_model
 from anyshard.config import KvType
-from anyshard.engine import Engine, profile_of
+from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.errors import LayoutError, OptionError, PromptTooLong
 from anyshard.kv import num_local_pages, rank_page_bytes
 from anyshard.layout import STRIPE_TREE, KvShard, plan
 from anyshard.ledger import step_kv_bytes
+from anyshard.loading import profile_of
 from anyshard.model import Program, program
 from anyshard.ops.kv_pages import page_bytes
 from anyshard.request import Request

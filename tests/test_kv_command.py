@@ -18,8 +18,8 @@ from anyshard.cli.flags import SplitFlags
 from anyshard.cli.machine import read_machine
 from anyshard.cli.running import open_model
 from anyshard.config import KvType
-from anyshard.engine import profile_of
 from anyshard.host import size_text
+from anyshard.loading import profile_of
 
 Capture = pytest.CaptureFixture[str]
 RUN = ("--prompt", "One, two, three,", "--max-tokens", "5", "--json", "--comm", "threads")
@@ -236,7 +236,7 @@ def test_where_neither_way_has_room_both_reasons_are_told_and_nothing_is_loaded(
         loaded.touch()
         return load_image(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("anyshard.engine.load_image", note_and_load)
+    monkeypatch.setattr("anyshard.loading.load_image", note_and_load)
     run = ["generate", "--prompt", "a b c", "--ignore-eos", "--json"]
     run += ["-tp", "2", "--kv-memory", str(PAGE * 3 + 10)]
     needed = size_text(sequence)

@@ -11,8 +11,8 @@ from models import MODELS
 from native_cases import BODIES, F32, differing, floats, ints, native, needs_native, panels, pool
 from native_cases import leaves as sum_of
 
-from anyshard.engine import profile_of
 from anyshard.kv import KvCache
+from anyshard.loading import profile_of
 from anyshard.ops import reference
 from anyshard.ops.digest import digest_keys, digest_of
 from anyshard.ops.kv_pages import (

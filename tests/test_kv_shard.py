@@ -17,9 +17,9 @@ from anyshard.checkpoint import open_checkpoint
 from anyshard.cli import main, running
 from anyshard.cli.memory import kv_bytes, memory_need
 from anyshard.config import KvType
-from anyshard.engine import profile_of
 from anyshard.layout import KvShard, plan
 from anyshard.ledger import StepShape, wire_cost
+from anyshard.loading import profile_of
 from anyshard.model import Program, program
 from anyshard.verify.grid import Split, full, parse_layouts, quick, sharded
 

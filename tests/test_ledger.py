@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from grid import run_cell, the_model
 
-from anyshard.engine import f32_profile
 from anyshard.layout import plan
 from anyshard.ledger import (
     StepShape,
@@ -16,6 +15,7 @@ from anyshard.ledger import (
     step_weight_bytes,
     wire_cost,
 )
+from anyshard.loading import f32_profile
 from anyshard.model import program
 from anyshard.verify.cells import BATCH, Cell, Outcome
 

@@ -40,7 +40,8 @@ CONFIG = ModelConfig(
 RUN = """
 import json, os, sys
 from anyshard.checkpoint import open_checkpoint
-from anyshard.engine import Engine, f32_profile, loader
+from anyshard.engine import Engine
+from anyshard.loading import f32_profile, loader
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import fork_launcher
 from anyshard.layout import plan

@@ -11,9 +11,9 @@ import pytest
 from models import MODELS, QWEN2_SHAPED, QWEN3_SHAPED
 
 from anyshard.config import ModelConfig
-from anyshard.engine import f32_profile
 from anyshard.epoch import EngineOptions, plan_epoch
 from anyshard.layout import Layout, plan
+from anyshard.loading import f32_profile
 from anyshard.model import Program, program
 from anyshard.op import Op, OpKind, Weight
 

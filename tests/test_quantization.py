@@ -17,8 +17,8 @@ from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
 from anyshard.checkpoint.cache import ImageCache, load_image
 from anyshard.cli import main
 from anyshard.config import Arithmetic
-from anyshard.engine import f32_profile, int8_profile
 from anyshard.layout import plan
+from anyshard.loading import f32_profile, int8_profile
 from anyshard.model import program
 from anyshard.ops.storage import unpack_blocks
 

@@ -17,10 +17,10 @@ from models import ADVERSARIAL_9_3, MODELS
 from test_record import PROMPT, cell, recorded, unsplit
 
 from anyshard.binder import Binder
-from anyshard.engine import f32_profile
 from anyshard.fidelity import Disagreement, Divergence, Record, compare_records
 from anyshard.fidelity.agreement import order_in_step
 from anyshard.layout import KvShard, plan
+from anyshard.loading import f32_profile
 from anyshard.model import program
 from anyshard.op import LAYER_POINTS, Op
 from anyshard.replicas import Replica

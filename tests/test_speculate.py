@@ -20,11 +20,9 @@ from anyshard import worker as worker_module
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup, RankMain
-from anyshard.layout import plan
+from anyshard.layout import KvShard, plan
 from anyshard.request import Request, Sampling
 from anyshard.speculate import (
-    Calibrator,
-    Draft,
     Drafter,
     FixedGate,
     Gate,
@@ -77,6 +75,7 @@ def answers(
     stop_ids: frozenset[int] = frozenset(),
     tp: int = 1,
     pp: int = 1,
+    kv_shard: KvShard = "heads",
     **options: Any,
 ) -> list[Answer]:
     usual = {"comm": "threads", "threads": 1, "max_model_len": 160, "max_num_seqs": 4}
@@ -85,8 +84,19 @@ def answers(
         group,
         model.config,
         model.profile,
-        plan(model.config, tp=tp, pp=pp, wire=model.profile.wire, leaf=model.profile.leaf),
-        EngineOptions(**(usual | options), drafts=drafts),
+        plan(
+            model.config,
+            tp=tp,
+            pp=pp,
+            wire=model.profile.wire,
+            leaf=model.profile.leaf,
+            kv_shard=kv_shard,
+        ),
+        EngineOptions(
+            **(usual | options),
+            drafts=drafts,
+            windows=1 if speculator is None else speculator.windows,
+        ),
         cores=2,
         epoch=epoch,
         speculator=speculator,
@@ -344,89 +354,3 @@ def test_a_store_learns_when_a_request_is_over_and_never_grows() -> None:
     assert len(store._keys) == len(store._tokens) == len(store._counts) == 64
     drafter.begin(2, [500])
     assert drafter.propose(2, 4) == [], "what nobody has said has no drafts"
-
-
-# --- gates ---------------------------------------------------------------------------------------
-
-
-def drafts_of(count: int, source: str = "text") -> list[Draft]:
-    return [Draft(number, 0.2, 4, source) for number in range(count)]
-
-
-def test_a_calibrator_learns_by_depth_and_leans_on_what_is_alike() -> None:
-    calibrator = Calibrator()
-    draft = drafts_of(1)[0]
-    assert calibrator.chance(draft, 0) == pytest.approx(0.5)
-    for number in range(400):
-        calibrator.learn(draft, 0, is_hit=number % 10 != 0)
-        calibrator.learn(draft, 3, is_hit=number % 2 == 0)
-    assert calibrator.chance(draft, 0) == pytest.approx(0.9, abs=0.03)
-    assert calibrator.chance(draft, 3) == pytest.approx(0.5, abs=0.05)
-    alike = Draft(9, 2.0, 7, "text")  # never seen itself
-    assert calibrator.chance(alike, 0) == pytest.approx(0.9, abs=0.03)
-    assert calibrator.chance(Draft(9, 2.0, 7, "store"), 0) == pytest.approx(0.5)
-    assert 0.1 < calibrator.error < 0.25
-
-
-def test_a_draft_that_an_answer_ended_before_is_neither_right_nor_wrong() -> None:
-    gate = SurvivalGate()
-    for _ in range(50):
-        gate.turned_out(drafts_of(3), 1, is_over=True)
-    assert gate.calibrator.chance(drafts_of(2)[1], 1) == pytest.approx(0.5), "it was not looked at"
-    assert gate.calibrator.chance(drafts_of(1)[0], 0) > 0.9
-    gate.turned_out(drafts_of(3), 1)
-    assert gate.calibrator.chance(drafts_of(2)[1], 1) < 0.4
-
-
-def test_rows_are_run_while_their_survival_is_worth_their_cost() -> None:
-    gate = SurvivalGate()
-    for number in range(400):  # four in a row are right, and one time in eight all are
-        gate.turned_out(drafts_of(6), 6 if number % 8 == 0 else 4)
-    assert gate.theta == 0.25, "nothing is measured yet"
-    for rows in (1, 5, 1, 9, 3) * 20:  # 10 ms and 2 ms a row, 2 tokens a step
-        gate.step(rows=rows, tokens=2, seconds=0.008 + 0.002 * rows)
-    assert gate.cost.row_s == pytest.approx(0.002, rel=0.01)
-    assert gate.theta == pytest.approx(0.002 / 0.0078, rel=0.3)
-    dear = len(gate.survival(drafts_of(8)))
-    for rows in (1, 5, 1, 9, 3) * 20:  # rows that cost next to nothing
-        gate.step(rows=rows, tokens=2, seconds=0.1 + 1e-5 * rows)
-    assert dear <= 5 < len(gate.survival(drafts_of(8)))
-
-
-def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:
-    gate = SurvivalGate()
-    for rows in (1, 3) * 20:
-        gate.step(rows=rows, tokens=1, seconds=0.01 * rows)
-    for _ in range(63):
-        gate.turned_out(drafts_of(2), 0)
-    gate.turned_out(drafts_of(2), 0)
-    assert gate.survival(drafts_of(2)) == [] == gate.survival(drafts_of(5))
-    gate.step(rows=1, tokens=255, seconds=0.01)
-    assert gate._worth["text"].muted == 1
-    gate.step(rows=1, tokens=1, seconds=0.01)
-    assert gate._worth["text"].muted == 0
-    assert gate._worth.get("store") is None, "each source by itself"
-
-
-def test_drafts_of_the_best_survival_are_run_first_and_no_more_than_there_is_room() -> None:
-    class Known:
-        """Proposes as it is told."""
-
-        def begin(self, request_id: int, prompt: Sequence[int]) -> None: ...
-        def extend(self, request_id: int, tokens: Sequence[int]) -> None: ...
-        def end(self, request_id: int) -> None: ...
-
-        def propose(self, request_id: int, most: int) -> list[Draft]:
-            return drafts_of(6, f"source {request_id}")[:most]
-
-    gate = SurvivalGate()
-    for _ in range(300):
-        gate.turned_out(drafts_of(6, "source 1"), 5)
-        gate.turned_out(drafts_of(1, "source 2"), 0)
-        gate.turned_out(drafts_of(6, "source 3"), 2)
-    speculator = Speculator(Known(), gate, most=6)
-    filled = speculator.fill({1: 9, 2: 9, 3: 9}, rows=6)
-    assert sum(map(len, filled.values())) <= 6
-    assert len(filled[1]) > len(filled[3]) >= 1 and 2 not in filled
-    assert speculator.fill({1: 2}, rows=6) == {1: (0, 1)}
-    assert speculator.fill({1: 0}, rows=6) == {}

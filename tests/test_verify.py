@@ -234,10 +234,10 @@ def test_forked_ranks_share_one_launcher_and_report_the_same(tiny: str) -> None:
 def test_a_run_loads_the_weights_once(
     tiny: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anyshard import engine
+    from anyshard import loading
 
     loads: list[str] = []
-    loader = engine.loader
+    loader = loading.loader
 
     def counting(checkpoint: Checkpoint, **options: Any) -> Any:
         load = loader(checkpoint, **options)
@@ -248,7 +248,7 @@ def test_a_run_loads_the_weights_once(
 
         return counted
 
-    monkeypatch.setattr(engine, "loader", counting)
+    monkeypatch.setattr(loading, "loader", counting)
     assert Ran(capfd, tiny, *SHORT, "--layouts", "tp2,pp2", "--chunk", "7,all").code == 0
     assert loads == [tiny]
 

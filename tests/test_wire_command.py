@@ -11,7 +11,7 @@ import pytest
 from models import DEEP_10, write_hf_model
 
 from anyshard.cli import main
-from anyshard.engine import profile_of
+from anyshard.loading import profile_of
 
 Capture = pytest.CaptureFixture[str]
 RUN = ("--prompt", "One, two, three,", "--max-tokens", "3", "--json", "--comm", "threads")

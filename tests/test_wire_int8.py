@@ -20,10 +20,10 @@ from native_cases import BODIES, F32, differing, floats, native, needs_native, p
 from test_layout import SMOLLM
 
 from anyshard.config import ModelConfig
-from anyshard.engine import profile_of
 from anyshard.errors import LayoutError
 from anyshard.layout import plan, wire_boundaries
 from anyshard.ledger import StepShape, wire_cost
+from anyshard.loading import profile_of
 from anyshard.model import program
 from anyshard.ops import reference
 from anyshard.ops.kv_pages import quantize_groups

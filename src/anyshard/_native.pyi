@@ -469,9 +469,13 @@ class Walk:
         """Calls from number `first` on; the number of one that does not go on, which is to be
         ended before the next, or how many there are."""
 
+    def heed(self, words: U32, now: U32) -> None:
+        """From now on begin no call while words[now[1]] == now[0] (comm/voids.py)."""
+
     @property
     def status(self) -> int:
-        """How that wait stands, as Gather.run says it; 0 where sizes differ."""
+        """How that wait stands, as Gather.run says it; 0 where sizes differ; -3: that call was not
+        begun."""
 
 def shm_publish(words: U32, index: int, value: int) -> None:
     """Store value on a line and wake its sleepers."""

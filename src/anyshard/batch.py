@@ -28,6 +28,8 @@ __all__ = [
     "Sequence",
     "Tick",
     "admit",
+    "ahead",
+    "ahead_tick",
     "apply",
     "end_session",
     "next_tick",
@@ -51,7 +53,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     """A request in flight. `computed` tokens have their keys and values stored, or will have when
-    the ticks under way have run; if that is all of them, its next token is yet to come out."""
+    the ticks under way have run; if that is all of them, its next token is yet to come out.
+
+    `drafted`: tokens behind these whose rows are under way, each right if all before it are and it
+    is what comes out. `generation`: how often one was not.
+    """
 
     request_id: int
     request: Request
@@ -60,6 +66,8 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     computed: int = 0
     micro_batch: int = 0
+    drafted: tuple[int, ...] = ()
+    generation: int = 0
 
     @property
     def emitted(self) -> int:
@@ -265,10 +273,34 @@ def next_tick(
             rows.append(Row(sequence.slot, place, token, True, request.want_logits, True))
         ran[sequence.slot] = count
     running = tuple(
-        replace(s, computed=s.computed + ran[s.slot]) if s.slot in ran else s for s in batch.running
+        replace(s, computed=s.computed + ran[s.slot], drafted=tuple((drafts or {}).get(s.slot, ())))
+        if s.slot in ran
+        else s
+        for s in batch.running
     )
     assert rows or not admitted, "page tables of the admitted travel with rows"
     return Tick(tuple(rows), admitted), replace(batch, running=running)
+
+
+def ahead(batch: Batch) -> tuple[Sequence, ...]:
+    """Sequences whose next token is yet to come out: those that `ahead_tick` takes drafts of."""
+    return tuple(s for s in batch.running if s.emitted and not s.unrun)
+
+
+def ahead_tick(batch: Batch, drafts: Mapping[int, tuple[int, ...]]) -> tuple[Tick, Batch]:
+    """Rows of drafts alone, by slot, each of a sequence that is `ahead`: they follow those that are
+    under way."""
+    rows: list[Row] = []
+    running: list[Sequence] = []
+    for sequence in batch.running:
+        new = drafts.get(sequence.slot, ())
+        assert not (new and sequence.unrun), "what is certain runs first"
+        first, logits = len(sequence.tokens) + len(sequence.drafted), sequence.request.want_logits
+        rows += [
+            Row(sequence.slot, at, token, True, logits, True) for at, token in enumerate(new, first)
+        ]
+        running.append(replace(sequence, drafted=sequence.drafted + new) if new else sequence)
+    return Tick(tuple(rows), ()), replace(batch, running=tuple(running))
 
 
 def apply(batch: Batch, tokens: Mapping[int, tuple[int, ...]], finished: frozenset[int]) -> Batch:
@@ -287,19 +319,36 @@ def apply(batch: Batch, tokens: Mapping[int, tuple[int, ...]], finished: frozens
             slots.append(sequence.slot)
             pool = pool.give(sequence.pages)
             continue
-        new = tokens.get(sequence.slot, ())
-        grown = replace(
-            sequence,
-            tokens=sequence.tokens + new,
-            computed=sequence.computed + max(0, len(new) - 1),
-        )
-        (resting if sequence.slot in finished else running).append(grown)
+        grown = _grown(sequence, tokens.get(sequence.slot, ()))
+        if sequence.slot in finished:
+            stored = min(grown.computed, len(grown.tokens) - 1)  # the last may yet be left out
+            resting.append(replace(grown, computed=stored, drafted=()))
+        else:
+            running.append(grown)
     return replace(
         batch,
         running=tuple(running),
         resting=tuple(resting),
         free_slots=tuple(slots),
         pool=pool,
+    )
+
+
+def _grown(sequence: Sequence, new: tuple[int, ...]) -> Sequence:
+    """With tokens that have come out, of which those that were drafted stand stored, or will have
+    when the ticks under way have run; the first that was drafted otherwise ends its generation."""
+    drafted = sequence.drafted
+    pairs = zip(new, drafted, strict=False)
+    right = next((at for at, (token, draft) in enumerate(pairs) if token != draft), None)
+    is_refuted = right is not None
+    if right is None:
+        right = min(len(new), len(drafted))
+    return replace(
+        sequence,
+        tokens=sequence.tokens + new,
+        computed=sequence.computed + right,
+        drafted=() if is_refuted else drafted[right:],
+        generation=sequence.generation + is_refuted,
     )
 
 
@@ -322,6 +371,9 @@ def rewind(batch: Batch, slot: int, *, computed: int, tokens: tuple[int, ...]) -
     Nothing moves: rows re-run from position `computed` overwrite their keys and values.
     """
     running = tuple(
-        replace(s, tokens=tokens, computed=computed) if s.slot == slot else s for s in batch.running
+        replace(s, tokens=tokens, computed=computed, drafted=(), generation=s.generation + 1)
+        if s.slot == slot
+        else s
+        for s in batch.running
     )
     return replace(batch, running=running)

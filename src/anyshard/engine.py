@@ -6,10 +6,9 @@ again. Knows nothing of text: stop strings and detokenising are the caller's, th
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +19,8 @@ from anyshard.batch import (
     Batch,
     Sequence,
     Tick,
+    ahead,
+    ahead_tick,
     apply,
     end_session,
     next_tick,
@@ -27,22 +28,17 @@ from anyshard.batch import (
     take_waiting,
 )
 from anyshard.binder import FaultCode
-from anyshard.checkpoint import Checkpoint
-from anyshard.checkpoint.cache import ImageCache, content_sha256, load_image
 from anyshard.comm.control import PAGE, ROW, FrontControl, Result
-from anyshard.config import INT8_LEAF, Arithmetic, KvType, ModelConfig, Profile, WireType
+from anyshard.config import ModelConfig, Profile
 from anyshard.epoch import EngineOptions, plan_epoch, rank_threads
 from anyshard.errors import PromptTooLong
 from anyshard.fidelity.log import DigestLog, RunDigests
-from anyshard.fidelity.weights import weights_sha256
-from anyshard.flight import FinishReason, Flight, finish_reason
-from anyshard.launcher import Progress, RankGroup, Start
+from anyshard.flight import FinishReason, Flight, Outcome, Said, outcome
+from anyshard.launcher import RankGroup, Start
 from anyshard.layout import Layout, wire_boundaries
 from anyshard.ledger import StepShape, wire_cost
 from anyshard.model import program
 from anyshard.ops import choose_body
-from anyshard.ops.coefficients import constants_sha256
-from anyshard.ops.control_word import set_control_word
 from anyshard.ops.exact import F32
 from anyshard.pages import PagePool, pages_for
 from anyshard.request import Request, Sampling
@@ -52,91 +48,13 @@ from anyshard.worker import (
     ROW_LOGITS,
     ROW_SAMPLE,
     ROW_WHOLE,
-    Served,
 )
 
 __all__ = [
     "Engine",
     "Event",
     "FinishReason",
-    "LoadReport",
-    "f32_profile",
-    "int8_profile",
-    "loader",
-    "profile_of",
 ]
-
-
-def f32_profile() -> Profile:
-    """The float32 arithmetic, with the hash of its constants filled in."""
-    return Profile(constants_sha256=constants_sha256())
-
-
-def int8_profile() -> Profile:
-    """The block int8 arithmetic (`ops/quant.py`)."""
-    return Profile(arithmetic="int8", leaf=INT8_LEAF, constants_sha256=constants_sha256())
-
-
-def profile_of(arithmetic: Arithmetic, kv: KvType = "f32", wire: WireType = "none") -> Profile:
-    """The profile of that arithmetic, KV (`ops/kv_pages.py`) and wire (`ops/wire.py`)."""
-    plain = int8_profile() if arithmetic == "int8" else f32_profile()
-    return dataclasses.replace(plain, kv=kv, wire=wire)
-
-
-class LoadReport(msgspec.Struct, frozen=True):
-    """What the launcher has to say of a load: a sentence for the user, or "", the hash of the
-    weights (`fidelity/weights.py`), hex, "" if it was not asked for, and that of what the file
-    stores, on one of several hosts."""
-
-    note: str = ""
-    weights_sha256: str = ""
-    content_sha256: str = ""
-
-    def encoded(self) -> bytes:
-        """As a payload."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def of(cls, payload: bytes) -> LoadReport:
-        """From a payload."""
-        return msgspec.msgpack.decode(payload, type=cls)
-
-
-def loader(
-    checkpoint: Checkpoint,
-    *,
-    threads: int,
-    cache: ImageCache | None = None,
-    record: bool = False,
-    arithmetic: Arithmetic = "f32",
-    kv: KvType = "f32",
-    wire: WireType = "none",
-    names: Collection[str] | None = None,
-) -> Callable[[Progress], tuple[object, bytes]]:
-    """What the launcher runs once: pack the weight image of a checkpoint opened before the fork.
-
-    An image in `cache` is read instead, where one is. `record`: also hash the weights. `names`: the
-    tensors that the ranks of this host read, where it is one of several; then the file is hashed,
-    for the hosts to compare. The payload is a LoadReport.
-    """
-
-    def load(progress: Progress) -> tuple[object, bytes]:
-        set_control_word()
-        image, note = load_image(
-            checkpoint,
-            threads=threads,
-            cache=cache,
-            progress=progress,
-            arithmetic=arithmetic,
-            names=None if record else names,
-        )
-        content = "" if names is None else content_sha256(checkpoint.sources, threads=threads)
-        sha256 = weights_sha256(image, threads=threads) if record else ""
-        report = LoadReport(note.encode("utf-8", "replace").decode(), sha256, content)
-        profile = profile_of(arithmetic, kv, wire)
-        return Served(checkpoint.config, profile, image), report.encoded()
-
-    return load
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -187,6 +105,7 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         assert (speculator is not None) == (options.drafts > 0)
+        assert options.windows == (1 if speculator is None else speculator.windows)
         assert speculator is None or not options.record, "what is run and does not count"
         self.speculator = speculator
         self.group, self.config, self.profile = group, config, profile
@@ -229,6 +148,7 @@ class Engine:
         self._uncollected: tuple[Flight, Result, frozenset[int]] | None = None
         self._slot = 0  # of the schedule's first stage, which comes next
         self._in_flight: deque[Flight] = deque()
+        self._void: set[int] = set()  # frames of them
         self._result_at = 0.0  # when the last one was read
         self._spent_s = 0.0  # over it
         self.control: FrontControl = group.start(
@@ -301,7 +221,7 @@ class Engine:
                     events,
                     lost,
                     (view.wire_bytes["hop"], view.wire_messages["hop"]),
-                    (cost.hop_bytes, cost.hop_messages),
+                    (cost.hop_bytes - view.spared_bytes, cost.hop_messages),
                 )
             )
         return Run(
@@ -331,7 +251,10 @@ class Engine:
             taken, self.batch = take_waiting(self.batch, self._queue, self.limits)
             self._queued_tokens -= sum(len(request.prompt) for _, request in taken)
             if (tick := self._next_tick()) is not None:
-                self._send(tick)
+                self._send(tick, slot=self._slot - 1)
+                continue
+            if (tick := self._ahead_tick()) is not None:
+                self._send(tick, slot=-1)
                 continue
             if not self._in_flight:
                 assert not self.batch.busy, "submit refuses what the pages never hold"
@@ -351,7 +274,7 @@ class Engine:
         """Rows for the schedule's next slot that has some; None if a result must come first."""
         entries = self.schedule.entries
         for _ in entries:
-            under_way = [each.slot for each in self._in_flight]
+            under_way = [each.slot for each in self._in_flight if not each.is_ahead]
             if not self.schedule.may_enter(self._slot, under_way):
                 return None
             micro_batch = entries[self._slot % len(entries)]
@@ -359,23 +282,42 @@ class Engine:
                 self.batch,
                 self.limits,
                 micro_batch=micro_batch,
-                drafts=self._drafts(micro_batch),
+                drafts=self._drafts(ready(self.batch, micro_batch=micro_batch)),
             )
             self._slot += 1
             if tick.rows:
                 return tick
         return None
 
-    def _drafts(self, micro_batch: int) -> dict[int, tuple[int, ...]]:
-        """By slot, for the next tick of a micro-batch."""
+    def _ahead_tick(self) -> Tick | None:
+        """Rows of drafts behind those that are under way; None if they are better waited for.
+
+        Only while stages would idle: where as many frames as there are stages hold rows that are
+        certain, all work on those.
+        """
+        certain = sum(not flight.is_ahead for flight in self._in_flight)
+        free = self.options.windows - 1 - (len(self._in_flight) - certain)
+        if free < 1 or not self._in_flight or certain >= self.layout.pp:
+            return None
+        drafts = self._drafts(ahead(self.batch), are_ahead=True)
+        if not drafts:
+            return None
+        tick, self.batch = ahead_tick(self.batch, drafts)
+        return tick
+
+    def _drafts(
+        self, sequences: tuple[Sequence, ...], *, are_ahead: bool = False
+    ) -> dict[int, tuple[int, ...]]:
+        """By slot, for a tick of sequences that are ready, or ahead."""
         if self.speculator is None:
             return {}
-        slots: dict[int, int] = {}
-        room: dict[int, int] = {}
-        for sequence in ready(self.batch, micro_batch=micro_batch):
-            slots[sequence.request_id] = sequence.slot
-            room[sequence.request_id] = sequence.request.max_tokens - sequence.emitted - 1
-        filled = self.speculator.fill(room, rows=self.limits.drafts)
+        slots = {sequence.request_id: sequence.slot for sequence in sequences}
+        room = {
+            s.request_id: s.request.max_tokens - s.emitted - 1 - len(s.drafted) for s in sequences
+        }
+        filled = self.speculator.fill(
+            room, rows=self.limits.drafts, now_s=time.monotonic(), are_ahead=are_ahead
+        )
         return {slots[request_id]: tokens for request_id, tokens in filled.items()}
 
     def _open_logs(self, tick: Tick) -> None:
@@ -395,6 +337,7 @@ class Engine:
         self.batch = replace(self.batch, running=tuple(map(self._settled, self.batch.running)))
         waiting = tuple(w for w in self.batch.waiting if w[0] not in self._cancelled)
         self.batch = apply(replace(self.batch, waiting=waiting), {}, gone)
+        self._void_frames()
         if self._queue and max(self._cancelled) >= self._queue[0][0]:  # ids grow along the queue
             kept = [each for each in self._queue if each[0] not in self._cancelled]
             self._queue = deque(kept)
@@ -414,14 +357,14 @@ class Engine:
         ]
         return replace(sequence, computed=min([sequence.computed, *under_way]))
 
-    def _send(self, tick: Tick) -> None:
-        """Give a tick to the ranks."""
+    def _send(self, tick: Tick, *, slot: int) -> None:
+        """Give a tick to the ranks. slot: of the schedule; -1 for drafts alone."""
         self._open_logs(tick)
         sequences = {s.slot: s for s in self.batch.running}
         if not self._in_flight:
             self._result_at = time.monotonic()
         frame = self.control.send_frame(*self._frame(tick, sequences))
-        self._in_flight.append(Flight(frame, self._slot - 1, tick, sequences))
+        self._in_flight.append(Flight(frame, slot, tick, sequences, time.monotonic()))
         self._collect_digests()
         if self.steps is not None:
             sampled = [sequences[row.slot].request for row in tick.rows if row.through_head]
@@ -439,6 +382,7 @@ class Engine:
             flight.frame, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
         self._in_flight.popleft()
+        self._void.discard(flight.frame)
         if self._log is not None:
             self._collect_digests()
             running = frozenset(s.request_id for s in self.batch.running)
@@ -472,7 +416,8 @@ class Engine:
                 flags |= ROW_SAMPLE
                 flags |= ROW_LOGITS if row.logits else 0
                 flags |= ROW_WHOLE if request.needs_logits else 0
-            rows[index] = (row.slot, row.position, row.token, 0, flags)
+            generation = sequences[row.slot].generation
+            rows[index] = (row.slot, row.position, row.token, generation, flags)
         news = [(s.slot, block, page) for s in tick.admitted for block, page in enumerate(s.pages)]
         pages = np.array(news, PAGE) if news else None
         drawn: dict[int, Sampling] = {s.slot: s.request.sampling for s in tick.admitted}
@@ -481,6 +426,9 @@ class Engine:
 
     def _account(self, flight: Flight, seconds: float) -> None:
         rows, prefill = flight.certain_rows, flight.prompt_rows
+        if flight.is_ahead:
+            self.timings.decode_s += seconds
+            return
         self.timings.prefill_s += seconds * prefill / rows
         self.timings.decode_s += seconds * (rows - prefill) / rows
         self.timings.prefill_tokens += prefill
@@ -493,65 +441,46 @@ class Engine:
         ended meanwhile are passed over.
         """
         by_slot = {s.slot: s for s in self.batch.running}
-        drawn: dict[int, list[int]] = {}  # by slot, what counts
-        finished: set[int] = set()
-        refuted: set[int] = set()  # slots of which a draft was wrong, and so are all later ones
-        faulted: list[Sequence] = []
-        events: list[Event] = []
-        logits_index = 0
-        for index, row in enumerate(flight.tick.rows):
-            logits = None
-            if row.logits:
-                assert result.logits is not None
-                logits = result.logits[logits_index]
-                logits_index += 1
-            sequence = by_slot.get(row.slot)
-            sent = flight.sequences[row.slot].request_id
-            if sequence is None or sequence.request_id != sent or row.slot in finished:
-                continue
-            if row.is_draft:
-                mine = drawn.get(row.slot, [])
-                if row.slot in refuted or not mine or mine[-1] != row.token:
-                    refuted.add(row.slot)
-                    continue
-            if result.faults[index]:
-                finished.add(row.slot)
-                faulted.append(sequence)
-                if codes:
-                    events.append(self._faulted(sequence, codes[index]))
-                else:
-                    code = result.faults[index]
-                    events.append(self._faulted(sequence, self._earliest(code, result.sequence)))
-            elif row.sample:
-                token = result.tokens[index]
-                mine = drawn.setdefault(row.slot, [])
-                finish = finish_reason(sequence, token, emitted=sequence.emitted + len(mine))
-                mine.append(token)
-                if finish is not None:
-                    finished.add(row.slot)
-                events.append(Event(sequence.request_id, token, logits, finish))
-            elif row.logits:
-                events.append(Event(sequence.request_id, None, logits, None))
-        self._tell_speculator(flight, by_slot, drawn, finished)
+        found = outcome(flight, result, by_slot)
+        events = [self._event(each, result, codes) for each in found.said]
+        self._tell_speculator(flight, by_slot, found, is_void=result.is_void)
         self.batch = apply(
             self.batch,
-            {slot: tuple(tokens) for slot, tokens in drawn.items()},
-            frozenset(finished),
+            {slot: tuple(tokens) for slot, tokens in found.drawn.items()},
+            found.finished,
         )
-        for sequence in faulted:  # what it stored may be NaN
-            if sequence.request.session is not None:
-                self.end_session(sequence.request.session)
+        for said in found.said:  # what it stored may be NaN
+            if said.fault is not None and said.sequence.request.session is not None:
+                self.end_session(said.sequence.request.session)
+        self._void_frames()
         return events
 
+    def _event(self, said: Said, result: Result, codes: list[int]) -> Event:
+        request_id = said.sequence.request_id
+        if said.fault is None:
+            return Event(request_id, said.token, said.logits, said.finish)
+        code = codes[said.fault] if codes else result.faults[said.fault]
+        code = code if codes else self._earliest(code, result.sequence)
+        name = FaultCode.name(code, self.config.num_layers)
+        return Event(request_id, None, None, "fault", fault=name)
+
+    def _void_frames(self) -> None:
+        """Let ranks go over frames of which nobody waits for any row."""
+        if self.options.windows == 1:
+            return
+        running = {s.slot: s for s in self.batch.running}
+        for flight in self._in_flight:
+            if flight.frame not in self._void and not any(
+                flight.awaited(row, running) for row in flight.tick.rows
+            ):
+                self._void.add(flight.frame)
+                self.control.void(flight.frame)
+
     def _tell_speculator(
-        self,
-        flight: Flight,
-        by_slot: dict[int, Sequence],
-        drawn: dict[int, list[int]],
-        finished: set[int],
+        self, flight: Flight, by_slot: dict[int, Sequence], found: Outcome, *, is_void: bool
     ) -> None:
         """What became of drafts; their rows that were right count as decoded."""
-        self.timings.decode_tokens += sum(max(0, len(tokens) - 1) for tokens in drawn.values())
+        self.timings.decode_tokens += found.drafts_right
         speculator = self.speculator
         if speculator is None:
             return
@@ -559,14 +488,27 @@ class Engine:
         for sequence in flight.tick.admitted:
             if sequence.request_id in running:
                 speculator.begin(sequence.request_id, sequence.request.prompt)
-        for slot, tokens in drawn.items():
+        for slot, tokens in found.drawn.items():
             request_id = by_slot[slot].request_id
-            speculator.came_out(request_id, tokens, is_over=slot in finished)
+            speculator.came_out(
+                request_id,
+                tokens,
+                now_s=self._result_at,
+                is_over=slot in found.finished,
+                is_ahead=flight.is_ahead,
+            )
+        rows = len(flight.tick.rows)
+        if is_void:
+            speculator.voided(rows)
         if not flight.prompt_rows:
-            count = sum(map(len, drawn.values()))
-            rows = len(flight.tick.rows)
-            speculator.gate.step(rows=rows, tokens=count, seconds=self._spent_s)
-        for slot in finished:
+            speculator.costs.step(
+                rows=0 if is_void else rows,
+                tokens=sum(map(len, found.drawn.values())),
+                seconds=self._spent_s,
+                latency_s=None if flight.is_ahead else self._result_at - flight.sent_s,
+                is_behind=self._spent_s < self._result_at - flight.sent_s,
+            )
+        for slot in found.finished:
             speculator.end(by_slot[slot].request_id)
 
     def _earliest(self, code: int, step: int) -> int:
@@ -576,10 +518,6 @@ class Engine:
         """
         views = self.control.statuses()
         return min([code, *(view.faults[step] for view in views if step in view.faults)])
-
-    def _faulted(self, sequence: Sequence, code: int) -> Event:
-        name = FaultCode.name(code, self.config.num_layers)
-        return Event(sequence.request_id, None, None, "fault", fault=name)
 
     def close(self) -> None:
         """Tell the ranks to stop and end them."""

@@ -23,7 +23,15 @@ from anyshard.pages import pages_for
 from anyshard.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule, ScheduleKind
 from anyshard.worker import RankPlan, note_bytes, wire_sizes
 
-__all__ = ["SPIN_US", "EngineOptions", "EpochPlan", "default_chunk", "plan_epoch", "rank_threads"]
+__all__ = [
+    "SPIN_US",
+    "EngineOptions",
+    "EpochPlan",
+    "default_chunk",
+    "plan_epoch",
+    "rank_threads",
+    "schedule_of",
+]
 
 SPIN_US: Final = 500
 
@@ -48,7 +56,8 @@ class EngineOptions:
     max_num_seqs sequences of max_model_len tokens take. deadline_s bounds every wait for a rank.
     schedule, micro_batches: how sequences take turns in a pipeline (`schedule.py`); None: as many
     micro-batches as stages, 30 at most. links: emulated ones, hosts: of each rank
-    (`comm.base.WireSizes`). drafts: rows of drafts in a step, at most.
+    (`comm.base.WireSizes`). drafts: rows of drafts in a step, at most; windows: frames of one
+    sequence that may be under way, all but one of drafts alone.
     prompt_logits: most that the requests in flight ask for together. record: keep digests of what
     every op writes, for `Engine.digests`. trace_events: last events kept of each rank, for
     `Engine.traced`. capture: what ranks copy to be looked at (`capture.py`).
@@ -66,6 +75,7 @@ class EngineOptions:
     links: tuple[LinkSpec, ...] = ()
     hosts: tuple[int, ...] = ()
     drafts: int = 0
+    windows: int = 1
     deadline_s: float = 10.0
     prompt_logits: int = 0
     page_order: tuple[int, ...] | None = None
@@ -81,6 +91,14 @@ def _comm(options: EngineOptions, layout: Layout) -> CommKind:
     if options.comm == "auto" and wires.has_wide_stage:
         return "torch"
     return "shm" if options.comm == "auto" else options.comm
+
+
+def schedule_of(
+    kind: ScheduleKind, layout: Layout, *, micro_batches: int | None, rows_max: int = 0
+) -> Schedule:
+    """The schedule of that kind; micro_batches None: as many as stages."""
+    many = micro_batches or min(layout.pp, MOST_MICRO_BATCHES)
+    return SCHEDULES[kind](layout.pp, many, rows_max=rows_max)
 
 
 @dataclass(frozen=True)
@@ -106,9 +124,9 @@ def plan_epoch(
     most = needed if options.kv_pages is None else min(needed, options.kv_pages)
     pages = options.page_order or range(most)
     rows_max = options.chunk + slots + options.drafts
-    make = SCHEDULES[options.schedule]
-    many = options.micro_batches or min(layout.pp, MOST_MICRO_BATCHES)
-    schedule = make(layout.pp, many, rows_max=rows_max)
+    schedule = schedule_of(
+        options.schedule, layout, micro_batches=options.micro_batches, rows_max=rows_max
+    )
     limits = Limits(
         rows_max=rows_max,
         chunk=options.chunk,
@@ -117,7 +135,7 @@ def plan_epoch(
         micro_batches=schedule.micro_batches,
         drafts=options.drafts,
     )
-    frames = schedule.in_flight + 1  # digests of one are collected while as many run
+    frames = schedule.in_flight + options.windows  # one more: its digests are yet to be collected
     sampled = min(slots + options.drafts + options.prompt_logits, limits.rows_max)
     ranks = RankPlan(
         heads=layout.heads,
@@ -131,6 +149,7 @@ def plan_epoch(
         spin=spin,
         rows_max=limits.rows_max,
         frames=frames,
+        voids=options.windows > 1,
         sampled_max=sampled,
         num_slots=slots,
         num_pages=len(pages),

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Final, Literal
 
 __all__ = [
+    "MOST_FRAMES",
     "MOST_MICRO_BATCHES",
     "SCHEDULES",
     "Schedule",
@@ -35,7 +36,9 @@ __all__ = [
     "simulate",
 ]
 
-MOST_MICRO_BATCHES: Final = 30  #: in a schedule that is run: frames under way are numbered so far
+MOST_MICRO_BATCHES: Final = 30  #: in a schedule that is run
+#: that have a place: one more than micro-batches may be under way, and one is yet to be looked at
+MOST_FRAMES: Final = MOST_MICRO_BATCHES + 2
 ScheduleKind = Literal["continuous", "fill-drain"]  # those that an executor runs
 
 

@@ -12,12 +12,15 @@ from itertools import groupby
 from typing import Any
 
 from anyshard.comm.base import Exchange
+from anyshard.comm.voids import Voids
 from anyshard.ops import native_module
 from anyshard.ops.digest import U64
 
 __all__ = ["Gathering", "Run", "Several", "walks"]
 
 Run = Callable[[int], None]
+
+VOID = -3  # of a native walk: what its rows are for, nobody waits for any more
 
 
 class Gathering:
@@ -50,32 +53,52 @@ class Several:
 class _Walk:
     """Native calls one after the other."""
 
-    def __init__(self, runs: Sequence[Run], natives: Sequence[Any], operations: U64) -> None:
+    def __init__(
+        self, runs: Sequence[Run], natives: Sequence[Any], operations: U64, voids: Voids | None
+    ) -> None:
         native: Any = native_module()
         self._runs, self._count = tuple(runs), len(runs)
         self._native = native.Walk(tuple(natives), operations)
+        if voids is not None:
+            self._native.heed(voids.words, voids.now)
 
     def __call__(self, rows: int) -> None:
-        """All of them; a wait that takes long is ended by its exchange, in Python."""
+        """All of them; a wait that takes long is ended by its exchange, in Python. Those of a void
+        frame that are left are left out."""
         done: int = self._native.run(rows, 0)
-        while done < self._count:
+        while done < self._count and self._native.status != VOID:
             gathering = self._runs[done]
             assert isinstance(gathering, Gathering)
             gathering.end(self._native.status, rows)
             done = self._native.run(rows, done + 1)
 
 
-def walks(runs: Iterable[Run], operations: U64) -> list[Run]:
+class _Heeding:
+    """A call that is left out for void frames."""
+
+    def __init__(self, run: Run, voids: Voids) -> None:
+        self._run, self._voids = run, voids
+
+    def __call__(self, rows: int) -> None:
+        if not self._voids.is_void:
+            self._run(rows)
+
+
+def walks(runs: Iterable[Run], operations: U64, voids: Voids | None = None) -> list[Run]:
     """The same calls in the same order, fewer of them Python's.
 
-    operations [1] counts those made within a walk; a call that stays is not counted.
+    operations [1] counts those made within a walk; a call that stays is not counted. voids: frames
+    for which none is made, from the moment on that they are void.
     Held by: test_walk.py.
     """
     pairs = [(run, _native(run)) for run in _flat(runs)]
     found: list[Run] = []
     for is_native, group in groupby(pairs, lambda pair: pair[1] is not None):
         calls, natives = zip(*group, strict=True)
-        found += [_Walk(calls, natives, operations)] if is_native else calls
+        if is_native:
+            found.append(_Walk(calls, natives, operations, voids))
+        else:
+            found += calls if voids is None else [_Heeding(call, voids) for call in calls]
     return found
 
 

@@ -18,6 +18,7 @@ from anyshard.capture import Capture, Tap
 from anyshard.checkpoint.image import WeightImage
 from anyshard.comm.base import Comm, CommKind, ExchangeSpec, WireSizes
 from anyshard.comm.control import Frame, RankControl
+from anyshard.comm.voids import Voids
 from anyshard.config import ModelConfig, Profile
 from anyshard.kv import KvCache, local_pages, num_local_pages
 from anyshard.launcher import Seat
@@ -26,14 +27,14 @@ from anyshard.model import Program, program
 from anyshard.op import Op
 from anyshard.ops import KernelChoice, load_kernels
 from anyshard.ops.control_word import set_control_word
-from anyshard.ops.digest import KEY_PADDING, digest_keys
+from anyshard.ops.digest import KEY_PADDING, U64, digest_keys
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
 from anyshard.ops.wire import wire_row_bytes
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
-from anyshard.walk import walks
+from anyshard.walk import Run, walks
 from anyshard.watch import Watch
 
 __all__ = [
@@ -59,8 +60,8 @@ HEAD = ("head", "digest_logits")  # ops over the rows that are sampled
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens.
 
-    frames: how many the front has sent and not yet read the result of, at most. trace: ranks write
-    down what they do when.
+    frames: how many the front has sent and not yet read the result of, at most. voids: some of them
+    may be void before they have run (comm/voids.py). trace: ranks write down what they do when.
     capture: what every rank copies to be looked at, nothing as a rule (`capture.py`).
     """
 
@@ -75,6 +76,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     spin: bool
     rows_max: int
     frames: int = 2
+    voids: bool = False
     sampled_max: int
     num_slots: int
     num_pages: int
@@ -210,8 +212,16 @@ class Worker:
     binder_type: type[Binder] = Binder
 
     def __init__(
-        self, served: Served, plan: RankPlan, *, rank: int, comm: Comm, control: RankControl
+        self,
+        served: Served,
+        plan: RankPlan,
+        *,
+        rank: int,
+        comm: Comm,
+        control: RankControl,
+        voids: Voids | None = None,
     ) -> None:
+        self.voids = voids
         self.config, self.plan, self.control = served.config, plan, control
         self.tap: Tap | None = None
         if plan.capture is not None:
@@ -302,7 +312,8 @@ class Worker:
         step: Callable[[Frame], None] = self.step
         if self.tap is None:
             operations = self.control.status.operations
-            self.body, self.head = walks(self.body, operations), walks(self.head, operations)
+            self.body = self._walked_body(operations)
+            self.head = walks(self.head, operations, self.voids)
         else:
             step = self.tap.around(self)
         next_frame: Callable[[], Frame | None] = self.control.next_frame
@@ -314,6 +325,29 @@ class Worker:
         while (frame := next_frame()) is not None:
             step(frame)
 
+    def _walked_body(self, operations: U64) -> list[Run]:
+        """The body as walks; the ops of a void frame are left out, but its hops are made."""
+        voids, body, tag = self.voids, self.body, self.comm.tag
+        if voids is None:
+            return walks(body, operations)
+        tag.may_be_void = True
+        receives = self.program.ops[0].kind == "receive"
+        sends = self.program.ops[-1].kind == "send"
+        receive, send = body[0], body[-1]
+
+        def arrive(rows: int) -> None:
+            tag.is_void = False
+            if receives:
+                receive(rows)
+            voids.settle(is_handed_on=tag.is_void)
+
+        def leave(rows: int) -> None:
+            tag.is_void = voids.is_void
+            send(rows)
+
+        inner = body[int(receives) : len(body) - int(sends)]
+        return [arrive, *walks(inner, operations, voids), *([leave] if sends else [])]
+
     def step(self, frame: Frame) -> None:
         """One frame through this rank's ops; the sampler answers. Makes no array but views: held by
         test_steady.py."""
@@ -321,6 +355,8 @@ class Worker:
         self._take(frame)
         self.comm.tag.frame = frame.sequence
         status = self.control.status
+        if self.voids is not None:
+            self.voids.begin(frame.sequence)
         for run in self.body:
             run(rows)
             status.beat()
@@ -328,9 +364,18 @@ class Worker:
         if self.program.stage == self.plan.layout.pp - 1:
             logits = self._sample(frame.rows["flags"].tolist())
         faults = self.row_fault[:rows]
+        is_void = self.voids is not None and self.voids.is_void
         if self.is_sampler:  # first: the front goes on, and looks at the rest when all have ended
-            self.control.post_result(frame.sequence, self.drawn[:rows], faults, logits)
-        if codes := [code for code in faults.tolist() if code]:
+            self.control.post_result(
+                frame.sequence,
+                self.drawn[:rows],
+                faults,
+                () if is_void else logits,
+                is_void=is_void,
+            )
+        if is_void:
+            status.void(spared_bytes=self.comm.times.spared_bytes)
+        elif codes := [code for code in faults.tolist() if code]:
             status.fault(sequence=frame.sequence, code=min(codes))
         status.report(self.comm.counters)
         if self.plan.record:
@@ -365,6 +410,8 @@ class Worker:
             self.sample_rows[index] = row
         for run in self.head:
             run(count)
+        if self.voids is not None and self.voids.is_void:
+            return []
         slots = [int(self.row_slot[row]) for row in sampled]
         samplings = [self.sampling.get(slot, Sampling()) for slot in slots]
         wanted = [index for index, row in enumerate(sampled) if flags[row] & ROW_LOGITS]
@@ -449,6 +496,12 @@ def rank_main(seat: Seat, *, worker_type: type[Worker] = Worker) -> None:
     comm = seat.comm(plan.comm)
     set_control_word()  # after the last import: a Comm may bring torch
     try:
-        worker_type(served, plan, rank=seat.rank, comm=comm, control=seat.control).serve()
+        voids = None
+        if plan.voids:
+            voids = Voids(seat.region, rank=seat.rank, deadline_s=seat.start.deadline_s)
+        worker = worker_type(
+            served, plan, rank=seat.rank, comm=comm, control=seat.control, voids=voids
+        )
+        worker.serve()
     finally:
         comm.close()

@@ -4,6 +4,7 @@
 namespace anyshard {
 
 constexpr int kGoOn = -2;  // beside what a wait ends with (shm.h)
+constexpr int kVoid = -3;  // nobody waits for the rows any more
 
 class Bound {
  public:

@@ -67,6 +67,18 @@ class Exchange : public Bound {
   int64_t slice_us_;
 };
 
+// Which frames nobody waits for any more (comm/voids.py): in the slot of one its number.
+struct Voids {
+  const uint32_t* words = nullptr;
+  size_t size = 0;
+  const uint32_t* now = nullptr;  // the number of the frame that runs, and its slot
+
+  bool hold() const {
+    return size != 0 && now[1] < size &&
+           __atomic_load_n(words + now[1], __ATOMIC_RELAXED) == now[0];
+  }
+};
+
 // Every call adds one to `operations`, a rank's sign of life (comm/liveness.py), also one that the
 // caller has ended.
 class Walk {
@@ -76,25 +88,28 @@ class Walk {
 
   // Makes the calls from number `first` on; those before it have been made, the last one to its
   // end by the caller. Returns early with the number of one that does not go on, whose `status`
-  // says how its wait ended: also kReached, where sizes differ. Else the number of calls.
+  // says how its wait ended: also kReached, where sizes differ; or kVoid, and it was not begun.
+  // Else the number of calls.
   int run(int rows, int first) {
     const int count = static_cast<int>(calls_.size());
     if (first < 0 || first > count) throw std::invalid_argument("there is no such call");
     if (first > 0) count_one();
     for (int number = first; number < count; ++number) {
-      status_ = calls_[static_cast<size_t>(number)]->go(rows);
+      status_ = voids_.hold() ? kVoid : calls_[static_cast<size_t>(number)]->go(rows);
       if (status_ != kGoOn) return number;
       count_one();
     }
     return count;
   }
   int status() const { return status_; }
+  void heed(Voids voids) { voids_ = voids; }
 
  private:
   void count_one() { __atomic_store_n(operations_, *operations_ + 1, __ATOMIC_RELAXED); }
 
   std::vector<Bound*> calls_;
   uint64_t* operations_;
+  Voids voids_;
   int status_ = kGoOn;
 };
 

@@ -50,6 +50,11 @@ void init_walk(Walk* self, const nb::tuple& calls, const Numbers<uint64_t>& oper
   new (self) Walk(std::move(bound), operations.data());
 }
 
+void heed(Walk& self, const Numbers<uint32_t>& words, const Numbers<uint32_t>& now) {
+  require_size(now.size(), 2, "now");
+  self.heed({words.data(), words.size(), now.data()});
+}
+
 }  // namespace
 }  // namespace anyshard
 
@@ -72,5 +77,7 @@ void bind_walk(nb::module_& m) {
       .def("__init__", &init_walk, "calls"_a, "operations"_a.noconvert(), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>())
       .def("run", &Walk::run, "rows"_a, "first"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("heed", &heed, "words"_a.noconvert(), "now"_a.noconvert(), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>())
       .def_prop_ro("status", &Walk::status);
 }

@@ -26,10 +26,10 @@ from anyshard.accuracy.local import OpMeter
 from anyshard.accuracy.report import LengthFigures, LogitFigures, Manifest, Report
 from anyshard.checkpoint import Checkpoint, build_image, open_checkpoint
 from anyshard.config import KvType, ModelConfig, Quantization, WireType
-from anyshard.engine import profile_of
 from anyshard.errors import CheckpointError, OptionError, UserError
 from anyshard.fidelity import tokens_sha256
 from anyshard.host import free_memory, size_text
+from anyshard.loading import profile_of
 from anyshard.ops import KernelChoice, choose_body
 from anyshard.ops.float64 import F64, Reference64
 from anyshard.tokenizer import open_tokenizer

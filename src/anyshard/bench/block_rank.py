@@ -23,6 +23,7 @@ from anyshard.checkpoint import Checkpoint
 from anyshard.checkpoint.source import TensorSource
 from anyshard.comm.base import Comm
 from anyshard.comm.control import Frame, RankControl
+from anyshard.comm.voids import Voids
 from anyshard.config import Arithmetic, ModelConfig
 from anyshard.launcher import RankMain
 from anyshard.model import Program
@@ -156,10 +157,11 @@ class _BlockWorker(Worker):
         rank: int,
         comm: Comm,
         control: RankControl,
+        voids: Voids | None,
         board: BlockBoard,
     ) -> None:
         self.board = board
-        super().__init__(served, plan, rank=rank, comm=comm, control=control)
+        super().__init__(served, plan, rank=rank, comm=comm, control=control, voids=voids)
         kinds = [op.kind for op in self.program.ops]
         size = len(kinds) // COPIES
         self.copies: list[list[tuple[bool, Callable[[int], None]]]] = [

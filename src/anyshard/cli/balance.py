@@ -156,6 +156,7 @@ def _costs(
             micro_batches=1,
             links=(),
             drafts=0,
+            windows=1,
             record=False,
             trace_events=TRACE_EVENTS,
         ),

@@ -155,8 +155,8 @@ class _Blocks:
     def _opened(self, weights: Any) -> Opened:
         from anyshard.bench.block_rank import block_checkpoint
         from anyshard.bench.blocks import ARMS
-        from anyshard.engine import profile_of
         from anyshard.layout import plan
+        from anyshard.loading import profile_of
         from anyshard.model import program
 
         checkpoint = block_checkpoint(self.shape, weights)

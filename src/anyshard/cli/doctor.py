@@ -192,7 +192,7 @@ def _missing_in(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 def _model(checkpoint: Checkpoint, machine: Machine, split: SplitFlags) -> Facts:
     """The model, its cuts, and the memory that it needs. Raises: LayoutError, OptionError."""
     from anyshard.checkpoint import image_directory
-    from anyshard.engine import profile_of
+    from anyshard.loading import profile_of
     from anyshard.model import program
 
     config = checkpoint.config

@@ -22,7 +22,7 @@ from anyshard.comm.link import LinkSpec, parse_link, parse_links
 from anyshard.config import KvType, WireType
 from anyshard.errors import OptionError
 from anyshard.request import Sampling
-from anyshard.schedule import MOST_MICRO_BATCHES
+from anyshard.schedule import MOST_FRAMES, MOST_MICRO_BATCHES, Schedule
 
 __all__ = [
     "NO_DRAFTS",
@@ -315,24 +315,49 @@ class SpeculationFlags:
     speculate: Literal["off", "auto", "ngram"] = "off"
     "Draft tokens from the text so far and from answers that are over (ngram, auto), or none."
     draft_max: int = 8
-    "Most drafts in a step."
+    "Most drafts in a frame."
+    draft_windows: int | None = None
+    "Frames of drafts under way behind each other: of several stages 16, of one 1, which waits."
     gate: str = "entropy"
     "Drafts that are run: those worth their rows (entropy), the first K (fixed:K), or all (none)."
 
     def __post_init__(self) -> None:
         in_range("draft-max", self.draft_max, 1, 64)
+        if self.draft_windows is not None:
+            in_range("draft-windows", self.draft_windows, 1, MOST_MICRO_BATCHES)
         assert self.fixed is None or self.fixed >= 0
 
     @property
     def idle(self) -> list[str]:
         """Flags that were given and do nothing without --speculate."""
-        given = {"--draft-max": self.draft_max != 8, "--gate": self.gate != "entropy"}
+        given = {
+            "--draft-max": self.draft_max != 8,
+            "--draft-windows": self.draft_windows is not None,
+            "--gate": self.gate != "entropy",
+        }
         return [name for name, is_given in given.items() if is_given and not self.drafts]
 
     @property
     def drafts(self) -> int:
         """Rows of drafts that a step has room for."""
         return 0 if self.speculate == "off" else self.draft_max
+
+    def windows(self, schedule: Schedule) -> int:
+        """Frames of one request that may be under way, beside those of a schedule.
+
+        Raises: OptionError if they are more than can be numbered.
+        """
+        if not self.drafts:
+            return 1
+        most = MOST_FRAMES - schedule.in_flight
+        if self.draft_windows is None:
+            return 1 if schedule.stages == 1 else min(16, most)
+        if self.draft_windows > most:
+            raise OptionError(
+                f"--draft-windows is {self.draft_windows}; beside {schedule.in_flight} frames "
+                f"of the schedule {most} are possible; lower it, or --micro-batches"
+            )
+        return self.draft_windows
 
     @property
     def fixed(self) -> int | None:

@@ -87,8 +87,8 @@ def hash_of(config: ModelConfig) -> str:
 
 def agree(name: str, mine: bytes, theirs: bytes) -> None:
     """Raises: UserError if a member has loaded another file than the head; payloads of loads."""
-    from anyshard.engine import LoadReport
     from anyshard.launcher import printable
+    from anyshard.loading import LoadReport
 
     here = LoadReport.of(mine)
     try:

@@ -79,7 +79,7 @@ class _Host:
     def __init__(
         self, checkpoint: Checkpoint, split: SplitFlags, share: Share, number: int
     ) -> None:
-        from anyshard.engine import profile_of
+        from anyshard.loading import profile_of
 
         config = checkpoint.config
         self.checkpoint, self.split, self.share, self.number = checkpoint, split, share, number
@@ -99,8 +99,8 @@ class _Host:
 
     def run(self, member: Member) -> None:
         """Load, and serve."""
-        from anyshard.engine import loader
         from anyshard.launcher import fork_launcher
+        from anyshard.loading import loader
         from anyshard.worker import rank_main
 
         say(_ranks_text(self.mine))

@@ -96,10 +96,12 @@ def memory_need(
     hosts: Sequence[int] = (),
     host: int = 0,
     drafts: int = 0,
+    windows: int = 1,
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    drafts: rows of those in a step. hosts: of each rank, where there are several; what is counted
+    drafts: rows of those in a step, windows: frames of them. hosts: of each rank, where there are
+    several; what is counted
     is of `host`, which loads what its ranks read.
     kv_pages: most of --kv-memory. micro_batches: those that take turns. comm: the wire, for what
     the ranks import. prompt_logits: prompt tokens whose logits are asked for. record: at most
@@ -124,6 +126,7 @@ def memory_need(
         kv_pages=kv_pages,
         micro_batches=micro_batches,
         drafts=drafts,
+        windows=windows,
     )
     plan = plan_epoch(list(programs), options, body="scalar", threads=1, spin=False)
     arithmetic, sources = programs[0].profile.arithmetic, checkpoint.sources

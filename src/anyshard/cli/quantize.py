@@ -75,7 +75,7 @@ def _is_something(path: Path) -> bool:
 def _write(name: str | None, place: Path) -> dict[str, Any]:
     """Write all of it; returns what can be said of it. Raises: UserError, OSError."""
     from anyshard.checkpoint import open_checkpoint, write_config, write_weights
-    from anyshard.engine import profile_of
+    from anyshard.loading import profile_of
     from anyshard.tokenizer import write_tokenizer
 
     checkpoint = open_checkpoint(name)

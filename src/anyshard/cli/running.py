@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from anyshard.checkpoint import Checkpoint
     from anyshard.checkpoint.cache import ImageCache
     from anyshard.config import ModelConfig, Profile
-    from anyshard.engine import Engine, LoadReport
+    from anyshard.engine import Engine
     from anyshard.launcher import Load, Progress, RankGroup, RankMain
     from anyshard.layout import Layout
+    from anyshard.loading import LoadReport
     from anyshard.model import Program
     from anyshard.speculate import Gate, Speculator
 
@@ -135,7 +136,17 @@ class Opened:
             record=self.record,
             hosts=self.hosts,
             drafts=self.speculation.drafts,
+            windows=self.windows,
         )
+
+    @property
+    def windows(self) -> int:
+        """Frames of one request that may be under way. Raises: OptionError."""
+        from anyshard.epoch import schedule_of
+
+        flags = self.flags
+        schedule = schedule_of(flags.schedule, self.layout, micro_batches=flags.micro_batches)
+        return self.speculation.windows(schedule)
 
     def _savers(self, tokens: int) -> Iterator[tuple[str, MemoryNeed]]:
         """Flags of KV that were not given, and what is needed with each."""
@@ -236,8 +247,8 @@ def open_model(
     Raises: UserError for what cannot be opened, or cut that way.
     """
     from anyshard.checkpoint import open_checkpoint
-    from anyshard.engine import profile_of
     from anyshard.layout import hosts_of_ranks
+    from anyshard.loading import profile_of
     from anyshard.model import program
 
     refuse_over_hosts(flags, hosts)
@@ -295,7 +306,7 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
     Raises: LayoutError, before anything is forked, for what will not fit whatever the prompts are.
     """
     from anyshard.checkpoint.cache import clear_abandoned
-    from anyshard.engine import loader
+    from anyshard.loading import loader
 
     block = opened.profile.kv_block  # no prompt takes less
     opened.admit(opened.limit if opened.is_final else min(block, opened.limit))
@@ -435,7 +446,7 @@ def wait_loaded(loading: Loading, *, limit: int) -> LoadReport:
 
     Raises: LayoutError if sequences of `limit` tokens have no room.
     """
-    from anyshard.engine import LoadReport
+    from anyshard.loading import LoadReport
 
     loading.admit(limit)
     with Bar("loading weights") as bar:
@@ -475,6 +486,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         links=flags.links(layout.pp),
         hosts=opened.hosts,
         drafts=opened.speculation.drafts,
+        windows=opened.windows,
         kv_pages=opened.kv_pages,
         deadline_s=flags.deadline,
         record=opened.record,
@@ -533,10 +545,11 @@ def _speculator(opened: Opened) -> Speculator | None:
     flags = opened.speculation
     if not flags.drafts:
         return None
-    gate: Gate = SurvivalGate() if flags.gate == "entropy" else OpenGate()
+    gate: Gate = SurvivalGate(opened.windows) if flags.gate == "entropy" else OpenGate()
     if flags.fixed is not None:
         gate = FixedGate(flags.fixed)
-    return Speculator(NgramDrafter(opened.config.vocab), gate, most=flags.drafts)
+    drafter = NgramDrafter(opened.config.vocab)
+    return Speculator(drafter, gate, most=flags.drafts, windows=opened.windows)
 
 
 def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:

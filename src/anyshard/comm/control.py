@@ -32,7 +32,6 @@ from anyshard.comm.region import (
     CHANNEL_RESULT,
     FAILURE_BYTES,
     FRAME_HEADER,
-    MOST_FRAMES,
     PAGE,
     RESULT_HEADER,
     ROW,
@@ -40,7 +39,9 @@ from anyshard.comm.region import (
     EpochRegion,
 )
 from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP
+from anyshard.comm.voids import publish_void
 from anyshard.errors import AnyshardError, PeerLost
+from anyshard.schedule import MOST_FRAMES
 
 if TYPE_CHECKING:
     from anyshard.comm.link import EmulatedLink
@@ -86,24 +87,28 @@ class Frame:
 @dataclass(frozen=True)
 class Result:
     """What the sampler made of a frame: a token and a fault (0 is fine) of each row, logits
-    f32[k, vocab] or None."""
+    f32[k, vocab] or None; of one that is void, nothing of use."""
 
     sequence: int
     tokens: list[int]
     faults: list[int]
     logits: FloatArray | None
+    is_void: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusView:
-    """A rank's status at one moment; `faults`: code by frame, of the last frames that had one."""
+    """A rank's status at one moment; `faults`: code by frame, of the last frames that had one;
+    `spared_bytes`: that hops of void frames would have had."""
 
     rank: int
     operations: int
     frames: int
     dropped_frames: int
+    void_frames: int
     weight_bytes: int
     kv_bytes: int
+    spared_bytes: int
     wire_bytes: dict[WireKind, int]
     wire_messages: dict[WireKind, int]
     faults: dict[int, int]
@@ -138,6 +143,11 @@ class RankStatus:
     def report(self, counters: Counters) -> None:
         """Copy the wire counters out; call once a step."""
         counters.copy_to(*self._wires)
+
+    def void(self, *, spared_bytes: int) -> None:
+        """One more frame was void here; what its hops have been spared, of all so far."""
+        self._record["void_frames"] += 1
+        self._record["spared_bytes"] = spared_bytes
 
     def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
         """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""
@@ -202,6 +212,10 @@ class Relay(Protocol):
 
     def frame(self, sequence: int, *, rows: bytes, pages: bytes, note: bytes) -> None:
         """See publish_frame. Raises: PeerLost."""
+        ...
+
+    def void(self, sequence: int) -> None:
+        """See FrontControl.void. Raises: PeerLost."""
         ...
 
     def leave(self, last_sequence: int) -> None:
@@ -305,12 +319,15 @@ class RankControl:
         tokens: Int32Array,
         faults: Int32Array,
         logits: Sequence[FloatArray] = (),
+        *,
+        is_void: bool = False,
     ) -> None:
         """Hand the front the result of frame `sequence`; by the sampler, once a frame.
 
         tokens and faults int32[n], n <= rows_max; logits f32[vocab] each, at most logit_rows.
         """
-        self._results[sequence % self._sizes.frame_slots].write(sequence, tokens, faults, logits)
+        slot = self._results[sequence % self._sizes.frame_slots]
+        slot.write(sequence, tokens, faults, logits, is_void=is_void)
         self._signals.publish(CHANNEL_RESULT, sequence % WRAP, (self._region.front,))
 
     def event_ring(self) -> tuple[memoryview, memoryview]:
@@ -343,6 +360,8 @@ class _ResultSlot:
         tokens: Int32Array,
         faults: Int32Array,
         logits: Sequence[FloatArray],
+        *,
+        is_void: bool,
     ) -> None:
         if len(faults) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens but {len(faults)} faults")
@@ -350,12 +369,14 @@ class _ResultSlot:
         self._faults[: len(faults)] = faults
         for index, row in enumerate(logits):
             self._logits[index] = row
-        counts = len(tokens), len(logits)
+        counts = len(tokens), len(logits), is_void
         sent_ns = time.monotonic_ns()
-        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, *counts, 0, sent_ns)
+        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, *counts, sent_ns)
 
     def read(self, sequence: int, link: EmulatedLink | None) -> Result:
-        found, num_rows, num_logits, _, sent_ns = RESULT_HEADER.unpack_from(self._memory, self._at)
+        found, num_rows, num_logits, is_void, sent_ns = RESULT_HEADER.unpack_from(
+            self._memory, self._at
+        )
         if found != sequence % WRAP:
             raise AnyshardError(f"result slot holds sequence {found}, want {sequence}")
         if link is not None:  # ids only would go back
@@ -365,6 +386,7 @@ class _ResultSlot:
             self._tokens[:num_rows].tolist(),
             self._faults[:num_rows].tolist(),
             self._logits[:num_logits].copy() if num_logits else None,
+            bool(is_void),
         )
 
 
@@ -451,6 +473,14 @@ class FrontControl:
         self.sequence = sequence
         return sequence
 
+    def void(self, sequence: int) -> None:
+        """Tell all ranks that nobody waits for frame `sequence`, whose result is yet to be read:
+        they go over it (comm/voids.py). Raises: PeerLost.
+        """
+        if self._relay is not None:
+            self._relay.void(sequence)
+        publish_void(self._region, sequence)
+
     def wait_result(
         self,
         sequence: int,
@@ -530,8 +560,10 @@ class FrontControl:
                 "operations",
                 "frames",
                 "dropped_frames",
+                "void_frames",
                 "weight_bytes",
                 "kv_bytes",
+                "spared_bytes",
             )
             counts = {name: int(record[name][0]) for name in names}
             kinds = zip(

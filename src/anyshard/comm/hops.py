@@ -39,11 +39,16 @@ HOP_HEADER_BYTES: Final = _HEADER.size
 class HopTag:
     """Which rows a hop carries: those of a frame of an epoch. The worker counts frames up.
 
-    `clock_ns`: what to add to this host's clock, so that stamps of all hosts are of one."""
+    `clock_ns`: what to add to this host's clock, so that stamps of all hosts are of one.
+    `is_void`: of a frame that nobody waits for any more; its hop has a header only. The worker says
+    so before it sends, and hears so when it has received, where `may_be_void`.
+    """
 
     epoch: int
     frame: int = 0
     clock_ns: int = 0
+    is_void: bool = False
+    may_be_void: bool = False
 
     def __str__(self) -> str:
         return f"frame {self.frame} of epoch {self.epoch}"
@@ -52,11 +57,21 @@ class HopTag:
 @dataclass
 class HopTimes:
     """Of a rank's last hop, in ns of time.monotonic_ns: when it was sent, if it was received; when
-    the waiting was over, and it was copied; its bytes, with the header."""
+    the waiting was over, and it was copied; its bytes, with the header. `spared_bytes`: what the
+    rows of all void frames would have taken, sent by this rank."""
 
     sent_ns: int = 0
     ready_ns: int = 0
     num_bytes: int = 0
+    spared_bytes: int = 0
+
+    def payload(self, values: NDArray[np.generic], limit: int, tag: HopTag) -> ByteArray:
+        """What a message to the next stage holds: no bytes of a void frame."""
+        flat = flat_bytes(values, limit)
+        if not tag.is_void:
+            return flat
+        self.spared_bytes += flat.size
+        return flat[:0]
 
 
 def seal_hop(header: memoryview, payload: ByteArray, tag: HopTag) -> None:
@@ -72,7 +87,7 @@ def open_hop(
     """Check a message against what rank `here` runs; `payload` is all that its buffer holds.
 
     When it was sent, in time.monotonic_ns of this host; None if it is of an earlier epoch, and to
-    be dropped. Raises: AnyshardError with both values.
+    be dropped. `tag` then says whether it is void. Raises: AnyshardError with both values.
     """
     magic, checksum, epoch, frame, size, sent_ns = _HEADER.unpack_from(header, 0)
     if magic == HOP_MAGIC and epoch < tag.epoch:
@@ -82,6 +97,8 @@ def open_hop(
             f"rank {here} has a damaged hop from rank {sender}: it begins with {magic:#010x}, not"
             f" {HOP_MAGIC:#010x}"
         )
+    tag.is_void = tag.may_be_void and size == 0
+    num_bytes = 0 if tag.is_void else num_bytes
     if (epoch, frame, size) != (tag.epoch, tag.frame, num_bytes):
         raise AnyshardError(
             f"rank {here} expects {num_bytes} bytes of {tag}, rank {sender} sent {size} bytes of"

@@ -4,8 +4,8 @@
 talking. The mapping is a memfd (or private memory for thread ranks): it has no name and
 vanishes with the last process, whatever kills it. Pages that nobody touches cost nothing.
 
-    words | status[world] | frames[slots] | results[slots] | digests[slots][world] | events[world]
-    | exchanges[pp] | hops[pp - 1][tp]
+    words | status[world] | voids[1 + pp][slots] | frames[slots] | results[slots]
+    | digests[slots][world] | events[world] | exchanges[pp] | hops[pp - 1][tp]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from anyshard.comm.signals import (
     SignalsBody,
 )
 from anyshard.ops import native_module
-from anyshard.schedule import MOST_MICRO_BATCHES
+from anyshard.schedule import MOST_FRAMES
 from anyshard.trace import EVENT
 
 __all__ = [
@@ -42,8 +42,8 @@ __all__ = [
     "CHANNEL_HOP_ACK",
     "CHANNEL_READY",
     "CHANNEL_RESULT",
+    "CHANNEL_VERDICT",
     "FRAME_HEADER",
-    "MOST_FRAMES",
     "PAGE",
     "RESULT_HEADER",
     "ROW",
@@ -59,7 +59,8 @@ CHANNEL_READY = 1  # each rank: it asks for frame n, so it is done with frame n 
 CHANNEL_RESULT = 2  # the sampler: result n stands in its slot
 CHANNEL_HOP = 3  # each sender: message n stands in its ring
 CHANNEL_HOP_ACK = 4  # each receiver: message n is copied out
-CHANNEL_EXCHANGES = 5  # and one more per exchange
+CHANNEL_VERDICT = 5  # tp rank 0 of each stage: whether frame n is void is known
+CHANNEL_EXCHANGES = 6  # and one more per exchange
 
 #: One row of a frame: sequence slot, position in the sequence, token id, generation, flag bits.
 ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generation", "flags")])
@@ -67,9 +68,6 @@ ROW = np.dtype([(name, "<i4") for name in ("slot", "position", "token", "generat
 PAGE = np.dtype([(name, "<i4") for name in ("slot", "block", "page")])
 
 FAILURE_BYTES = 512
-#: Most frame_slots: a rank keeps the faults of so many frames. One more than micro-batches may be
-#: under way, and digests of one are collected beside those.
-MOST_FRAMES = MOST_MICRO_BATCHES + 2
 #: What a rank tells of itself; one writer, read by front, launcher and peers at any time.
 #: `waiting_for` is a rank + 1, 0 for none; `relayed` a sign of life that has come from another host
 #: (comm/liveness.py).
@@ -79,8 +77,10 @@ STATUS = np.dtype(
             "operations",
             "frames",
             "dropped_frames",
+            "void_frames",
             "weight_bytes",
             "kv_bytes",
+            "spared_bytes",
             "wire_bytes",
             "wire_messages",
             "fault_sequence",
@@ -94,6 +94,8 @@ STATUS = np.dtype(
             "failure",
         ],
         "formats": [
+            "<u8",
+            "<u8",
             "<u8",
             "<u8",
             "<u8",
@@ -116,7 +118,7 @@ STATUS = np.dtype(
 )
 
 FRAME_HEADER = struct.Struct("<IIQIIII")  # magic, crc, epoch, sequence, rows, pages, note bytes
-RESULT_HEADER = struct.Struct("<IIIIQ")  # sequence, rows, logit rows, 0, when it was sent
+RESULT_HEADER = struct.Struct("<IIIIQ")  # sequence, rows, logit rows, 1 if void, when it was sent
 _HEADER_BYTES = 64
 _PAGE_BYTES = 4096
 _HEADER_FLOATS = 16  # before the values of a send buffer: their number
@@ -183,6 +185,7 @@ class RegionLayout:
     num_members: int
     words_bytes: int
     status_offset: int
+    void_offset: int
     frame_offset: int
     frame_bytes: int
     result_offset: int
@@ -210,7 +213,9 @@ class RegionLayout:
         num_channels = CHANNEL_EXCHANGES + len(wires.exchanges)
         words_bytes = _up((1 + num_channels * num_members) * LINE_BYTES, _PAGE_BYTES)
         status_offset = words_bytes
-        frame_offset = _up(status_offset + wires.world * STATUS.itemsize, _PAGE_BYTES)
+        void_offset = status_offset + wires.world * STATUS.itemsize
+        void_bytes = (1 + wires.pp) * control.frame_slots * 4
+        frame_offset = _up(void_offset + void_bytes, _PAGE_BYTES)
         frame_bytes = _up(
             _HEADER_BYTES
             + control.rows_max * ROW.itemsize
@@ -242,6 +247,7 @@ class RegionLayout:
             num_members=num_members,
             words_bytes=words_bytes,
             status_offset=status_offset,
+            void_offset=void_offset,
             frame_offset=frame_offset,
             frame_bytes=frame_bytes,
             result_offset=result_offset,
@@ -382,6 +388,13 @@ class EpochRegion:
     def status(self, rank: int) -> NDArray[Any]:
         """STATUS[1] of one rank."""
         return self.array(STATUS, 1, self.layout.status_offset + rank * STATUS.itemsize)
+
+    def voids(self, stage: int | None = None) -> NDArray[np.uint32]:
+        """uint32[frame_slots]: in a frame's slot, its number once it is void; of a stage, once that
+        is so for all its ranks."""
+        slots = self.sizes.control.frame_slots
+        number = 0 if stage is None else 1 + stage
+        return self.array(np.uint32, slots, self.layout.void_offset + number * slots * 4)
 
     def digests(self, slot: int, rank: int) -> NDArray[np.uint64]:
         """uint64[rows_max, digest_columns] that a rank fills for the frame in a slot."""

@@ -16,11 +16,9 @@ import numpy as np
 from anyshard.comm.base import (
     CommKind,
     Counters,
-    EpochAborted,
     FloatArray,
     check_floats,
     incoming_link,
-    late_peer,
 )
 from anyshard.comm.hops import (
     HOP_HEADER_BYTES,
@@ -31,14 +29,15 @@ from anyshard.comm.hops import (
     open_hop,
     seal_hop,
 )
-from anyshard.comm.liveness import SLICE_S, Liveness, Vigil, beat_of
+from anyshard.comm.liveness import SLICE_S, Liveness, beat_of
 from anyshard.comm.region import (
     CHANNEL_EXCHANGES,
     CHANNEL_HOP,
     CHANNEL_HOP_ACK,
     EpochRegion,
 )
-from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP, NativeSignals
+from anyshard.comm.signals import REACHED, WRAP, NativeSignals
+from anyshard.comm.waiting import outwait
 from anyshard.errors import AnyshardError
 from anyshard.ops import native_module
 from anyshard.ops.exact import FLOAT_BYTES
@@ -207,7 +206,7 @@ class Shm:
         """
         if self.stage + 1 >= self.pp:
             raise ValueError(f"stage {self.stage} of {self.pp} has no next stage")
-        flat = flat_bytes(values, self.region.sizes.wires.hop_bytes)
+        flat = self.times.payload(values, self.region.sizes.wires.hop_bytes, self.tag)
         number, depth = self._sent + 1, len(self._out_ring)
         if number > depth:
             acked = (number - depth) % WRAP
@@ -246,6 +245,7 @@ class Shm:
             header, ring, self.tag, num_bytes=flat.size, here=self.rank, sender=self._previous
         )
         if sent_ns is not None:
+            flat = flat[:0] if self.tag.is_void else flat
             if self._link is not None:
                 self._link.hold(sent_ns, _wire_bytes(flat))
             self.times.sent_ns, self.times.ready_ns = sent_ns, time.monotonic_ns()
@@ -262,21 +262,17 @@ class Shm:
 
         Raises: PeerLost naming the rank that holds us up, EpochAborted.
         """
-        vigil = Vigil(self._liveness, self.deadline_s)
-        try:
-            while status != REACHED:
-                if status == ABORTED:
-                    raise EpochAborted(f"rank {self.rank}: the epoch ended while waiting in {what}")
-                peer = senders[status - LATE]
-                self._liveness.set_waiting(self.rank, peer)
-                late = vigil.lost(peer)
-                if late is not None:
-                    raise late_peer(
-                        waiting=self.rank, late=late, deadline_s=self.deadline_s, what=what
-                    )
-                status = waiter.wait(value, self.slice_us)
-        finally:
-            self._liveness.set_waiting(self.rank, None)
+        outwait(
+            self._liveness,
+            waiter,
+            value=value,
+            status=status,
+            senders=senders,
+            rank=self.rank,
+            deadline_s=self.deadline_s,
+            slice_us=self.slice_us,
+            what=what,
+        )
 
     def close(self) -> None:
         """Nothing of its own; the region belongs to the launcher."""

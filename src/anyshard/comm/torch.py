@@ -241,8 +241,8 @@ class _HopsOut(_Hops):
 
     def send(self, values: NDArray[Any]) -> None:
         """Copy and send; waits while as many as the ring holds are under way. Raises: PeerLost."""
-        flat = flat_bytes(values, self._sizes.hop_bytes)
         comm, ring, slot = self._comm, self._ring, self._ring.turn()
+        flat = comm.times.payload(values, self._sizes.hop_bytes, comm.tag)
         with self.waiting(comm.rank + comm.tp, "a hop to the next stage"):
             if ring.works[slot] is not None:
                 ring.works[slot].wait(_GLOO_TIMEOUT)
@@ -284,6 +284,7 @@ class _HopsIn(_Hops):
                 sender=sender,
             )
             if sent_ns is not None:
+                flat = flat[:0] if comm.tag.is_void else flat
                 if self._link is not None:
                     self._link.hold(sent_ns, HOP_HEADER_BYTES + flat.size)
                 comm.times.sent_ns, comm.times.ready_ns = sent_ns, time.monotonic_ns()

@@ -48,6 +48,7 @@ from anyshard.launcher.meeting import (
     Ping,
     Pong,
     Refused,
+    VoidOut,
     Welcome,
     address_text,
     first_message,
@@ -370,6 +371,11 @@ class HostGroup:
         """See comm.control.Relay."""
         for member in self._all:
             self._tell(member, FrameOut(self._epoch, sequence, rows, pages, note))
+
+    def void(self, sequence: int) -> None:
+        """See comm.control.Relay."""
+        for member in self._all:
+            self._tell(member, VoidOut(self._epoch, sequence))
 
     def leave(self, last_sequence: int) -> None:
         """See comm.control.Relay."""

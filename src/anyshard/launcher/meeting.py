@@ -46,6 +46,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Refused",
+    "VoidOut",
     "Welcome",
     "address_text",
     "connect",
@@ -120,6 +121,13 @@ class FrameOut(msgspec.Struct, frozen=True, tag="frame"):
     note: bytes
 
 
+class VoidOut(msgspec.Struct, frozen=True, tag="void"):
+    """Head: nobody waits for this frame any more (`comm.control.FrontControl.void`)."""
+
+    epoch: int
+    sequence: int
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Head: the ranks leave after this frame."""
 
@@ -140,6 +148,7 @@ HostMessage = (
     | Start
     | Started
     | FrameOut
+    | VoidOut
     | Leave
     | Sighting
     | RankLost

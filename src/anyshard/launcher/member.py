@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from anyshard.comm.control import publish_frame, publish_stop
 from anyshard.comm.mirror import MemberMirror, Sighting
 from anyshard.comm.region import EpochRegion
+from anyshard.comm.voids import publish_void
 from anyshard.errors import AnyshardError, PeerLost, UserError
 from anyshard.launcher.channel import (
     ChannelClosed,
@@ -43,6 +44,7 @@ from anyshard.launcher.meeting import (
     Ping,
     Pong,
     Refused,
+    VoidOut,
     Welcome,
 )
 from anyshard.launcher.seat import REFUSALS, Progress, Start, error_text
@@ -151,6 +153,9 @@ class Member:
                 if region is not None and region.epoch == epoch:
                     self.frames += 1
                     publish_frame(region, sequence, rows=rows, pages=pages, note=note)
+            case VoidOut(epoch, sequence):
+                if region is not None and region.epoch == epoch:
+                    publish_void(region, sequence)
             case Leave(epoch, last_sequence):
                 if region is not None and region.epoch == epoch:
                     publish_stop(region, last_sequence)

@@ -6,6 +6,7 @@ are drawn by position (`ops/sampling.py`) and a row's bits depend on its past al
 the same with any drafter, or none. Source: docs/speculation.md. Held by: test_speculate.py.
 """
 
+from anyshard.speculate.cost import Costs, RowCost, predicted_s
 from anyshard.speculate.drafter import Draft, Drafter, OracleDrafter
 from anyshard.speculate.gate import Calibrator, FixedGate, Gate, OpenGate, SurvivalGate
 from anyshard.speculate.ngram import NgramDrafter, NgramStore, NgramTable
@@ -13,6 +14,7 @@ from anyshard.speculate.speculator import SpeculationFigures, Speculator
 
 __all__ = [
     "Calibrator",
+    "Costs",
     "Draft",
     "Drafter",
     "FixedGate",
@@ -22,7 +24,9 @@ __all__ = [
     "NgramTable",
     "OpenGate",
     "OracleDrafter",
+    "RowCost",
     "SpeculationFigures",
     "Speculator",
     "SurvivalGate",
+    "predicted_s",
 ]

@@ -27,6 +27,11 @@ class Draft(msgspec.Struct, frozen=True):
 class Drafter(Protocol):
     """Follows the tokens of requests and proposes what comes next."""
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Those that its drafts name."""
+        ...
+
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
         """A request has been admitted."""
         ...
@@ -35,8 +40,9 @@ class Drafter(Protocol):
         """Tokens of its answer have come out."""
         ...
 
-    def propose(self, request_id: int, most: int) -> list[Draft]:
-        """At most so many tokens, each after the ones before it."""
+    def propose(self, request_id: int, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
+        """At most so many tokens, each after the ones before it, the first after those that have
+        come out and then `after`."""
         ...
 
     def end(self, request_id: int) -> None:
@@ -50,6 +56,8 @@ class OracleDrafter:
     answers: by prompt. Wrong tokens are drawn by `seed`, request and place, so that every run of
     the same answers proposes the same.
     """
+
+    sources: tuple[str, ...] = ("oracle",)
 
     def __init__(
         self,
@@ -72,9 +80,9 @@ class OracleDrafter:
         """See Drafter."""
         self._emitted[request_id] += len(tokens)
 
-    def propose(self, request_id: int, most: int) -> list[Draft]:
+    def propose(self, request_id: int, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
         """See Drafter."""
-        start = self._emitted[request_id]
+        start = self._emitted[request_id] + len(after)
         found = []
         for place in range(start, start + most):
             known = self._known[request_id]

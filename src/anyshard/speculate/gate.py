@@ -1,28 +1,30 @@
-"""How many drafts are worth their rows: a row is run while its survival is worth its cost.
+"""How many drafts are worth their rows: those with which a token takes the least time.
 
 Survival of a draft is the chance that it and all before it are right, as a source's drafts of like
-length, entropy and depth have turned out so far. Its cost is what one row more takes, over what a
-token takes now: theta = seconds a row / seconds a token, both measured as it runs. Source:
+length, entropy and depth have turned out so far; what rows cost is measured (`cost.py`). Rows are
+added, the likeliest first, while tokens to come over seconds to spend grows. Source:
 docs/speculation.md.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from anyshard.speculate.cost import Costs, predicted_s
 from anyshard.speculate.drafter import Draft
 
-__all__ = ["Calibrator", "FixedGate", "Gate", "OpenGate", "RowCost", "SurvivalGate"]
+__all__ = ["Calibrator", "FixedGate", "Gate", "OpenGate", "SurvivalGate"]
 
 ENTROPY_EDGES: Final = (0.1, 0.3, 0.6, 1.2, 2.5)  # nats
-DEPTH_EDGES: Final = (1, 2, 4)  # drafts before it: 0, 1, 2 to 3, more
+DEPTH_EDGES: Final = (1, 2, 4, 8)  # drafts before it: 0, 1, 2 to 3, 4 to 7, more
 DECAY: Final = 0.995  # of what is known, with each draft of the kind that turns out
 SHRINK: Final = 4.0  # drafts that the kind's parent counts for
-FIRST_THETA: Final = 0.25  # before anything is measured
-SMOOTH: Final = 1 / 16  # of a new measurement
+FIRST_SURVIVAL: Final = 0.25  # least that is run before anything is measured
+SPAN: Final = 4  # rows by which the cost of one more is told
+AHEAD: Final = 0.25  # of a row's cost, what one costs that others do not wait for
 LEAST_GAIN: Final = 1.02
 ROUNDS: Final = 64
 MUTED_TOKENS: Final = 256
@@ -31,50 +33,77 @@ MUTED_TOKENS: Final = 256
 class Gate(Protocol):
     """Decides on drafts, and learns how they turned out."""
 
-    def survival(self, drafts: Sequence[Draft]) -> list[float]:
-        """The chance of each that it will count, as far as they are worth their rows."""
+    def is_silent(self, sources: Collection[str]) -> bool:
+        """Whether drafts of none of these are wanted now."""
         ...
 
-    def turned_out(self, drafts: Sequence[Draft], accepted: int, *, is_over: bool = False) -> None:
-        """The first `accepted` of those that were run were right, the next one was not; of an
-        answer that `is_over` nobody knows about that one."""
+    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+        """The chance of each that it will count. They follow `depth` drafts that are under way, all
+        of which are right with chance `before`."""
         ...
 
-    def step(self, *, rows: int, tokens: int, seconds: float) -> None:
-        """A step of so many rows, none of a prompt, has brought so many tokens."""
+    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+        """How many rows of drafts to run, of those with these chances, which fall, beside so many
+        certain rows; none of these where earlier ones are under way."""
         ...
 
-    @property
-    def theta(self) -> float:
-        """The least survival that is run."""
+    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+        """A draft behind `depth` others, which were right, was or was not."""
+        ...
+
+    def round_over(self, source: str, gain: float) -> None:
+        """With drafts of a source a request has come from one certain row to the next so many times
+        sooner than it would have without."""
+        ...
+
+    def passed(self, tokens: int) -> None:
+        """Tokens have come out."""
+        ...
+
+    def theta(self, costs: Costs) -> float:
+        """The least survival that is worth a row."""
         ...
 
 
 class OpenGate:
     """All drafts."""
 
-    theta = 0.0
+    def is_silent(self, sources: Collection[str]) -> bool:
+        """See Gate."""
+        return False
 
-    def survival(self, drafts: Sequence[Draft]) -> list[float]:
+    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
         """See Gate: the first ones go first."""
-        return [1.0 / (1 + depth) for depth in range(len(drafts))]
+        return [1.0 / (1 + depth + place) for place in range(len(drafts))]
 
-    def turned_out(self, drafts: Sequence[Draft], accepted: int, *, is_over: bool = False) -> None:
+    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+        """See Gate."""
+        return len(chances)
+
+    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
         """See Gate."""
 
-    def step(self, *, rows: int, tokens: int, seconds: float) -> None:
+    def round_over(self, source: str, gain: float) -> None:
         """See Gate."""
+
+    def passed(self, tokens: int) -> None:
+        """See Gate."""
+
+    def theta(self, costs: Costs) -> float:
+        """See Gate."""
+        return 0.0
 
 
 class FixedGate(OpenGate):
-    """The first so many."""
+    """The first so many behind what is certain; in a frame of drafts alone, one more."""
 
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def survival(self, drafts: Sequence[Draft]) -> list[float]:
+    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
         """See Gate."""
-        return super().survival(drafts)[: self.most]
+        most = self.most + (depth > 0)
+        return super().survival(drafts[:most], depth=depth, before=before)
 
 
 @dataclass
@@ -130,38 +159,6 @@ class Calibrator:
         return self._squares / max(1, self._count)
 
 
-class RowCost:
-    """Seconds of a step by its rows: a line through what was measured, older steps for less."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._rows2 = self._product = 0.0
-
-    def add(self, rows: int, seconds: float) -> None:
-        """A step."""
-        keep = 1 - SMOOTH
-        self._weight = self._weight * keep + 1
-        self._rows = self._rows * keep + rows
-        self._seconds = self._seconds * keep + seconds
-        self._rows2 = self._rows2 * keep + rows * rows
-        self._product = self._product * keep + rows * seconds
-
-    @property
-    def row_s(self) -> float | None:
-        """Of one row more; None while all steps had as many."""
-        spread = self._rows2 - self._rows * self._rows / max(self._weight, 1e-12)
-        if spread < 1e-6 * max(1.0, self._rows2):
-            return None
-        slope = (self._product - self._rows * self._seconds / self._weight) / spread
-        return max(0.0, slope)
-
-    def step_s(self, rows: float) -> float | None:
-        """Of a step of so many rows; None before any."""
-        if not self._weight:
-            return None
-        mean = self._seconds / self._weight
-        return max(1e-9, mean + (self.row_s or 0.0) * (rows - self._rows / self._weight))
-
-
 @dataclass
 class _Worth:
     """Whether a source pays."""
@@ -173,56 +170,81 @@ class _Worth:
 
 @dataclass
 class SurvivalGate:
-    """Drafts while their survival is theta or more; a source that does not pay is silent for a
-    while."""
+    """Drafts while they bring tokens sooner; a source that does not pay is silent for a while.
 
+    windows: frames of one request that may be under way.
+    """
+
+    windows: int = 1
     calibrator: Calibrator = field(default_factory=Calibrator)
-    cost: RowCost = field(default_factory=RowCost)
-    _token_s: float = 0.0
     _worth: dict[str, _Worth] = field(default_factory=dict)
+    _right: float = 0.6  # of the drafts that were run lately
 
-    @property
-    def theta(self) -> float:
+    def theta(self, costs: Costs) -> float:
+        """See Gate: what one row more costs, over what a token takes."""
+        token_s = costs.token_s
+        if not costs.latency.is_known or token_s is None:
+            return FIRST_SURVIVAL
+        few, many = costs.interval(1), costs.interval(1 + SPAN)
+        return min(1.0, max(0.0, many - few) / SPAN / token_s)
+
+    def is_silent(self, sources: Collection[str]) -> bool:
         """See Gate."""
-        row_s = self.cost.row_s
-        if row_s is None or not self._token_s:
-            return FIRST_THETA
-        return min(1.0, row_s / self._token_s)
+        return all(source in self._worth and self._worth[source].muted for source in sources)
 
-    def survival(self, drafts: Sequence[Draft]) -> list[float]:
+    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
         """See Gate."""
         if not drafts or self._worth.setdefault(drafts[0].source, _Worth()).muted:
             return []
-        found, chance, theta = [], 1.0, self.theta
-        for depth, draft in enumerate(drafts):
-            chance *= self.calibrator.chance(draft, depth)
-            if chance < theta:
-                break
-            found.append(chance)
+        found = []
+        for place, draft in enumerate(drafts, depth):
+            before *= self.calibrator.chance(draft, place)
+            found.append(before)
         return found
 
-    def turned_out(self, drafts: Sequence[Draft], accepted: int, *, is_over: bool = False) -> None:
-        """See Gate."""
-        known = drafts[: accepted + (not is_over)]
-        for depth, draft in enumerate(known):
-            self.calibrator.learn(draft, depth, is_hit=depth < accepted)
-        if drafts and not is_over:
-            self._judge(drafts[0].source, rows=1 + len(drafts), tokens=1 + accepted)
+    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+        """See Gate; the first step runs none, to have something to compare with."""
+        if not costs.latency.is_known:
+            return 0
+        if self.windows > 1 and certain < 2:
+            return self._in_windows(chances, costs, certain=certain)
+        best, best_rate, tokens = 0, 0.0, float(certain)
+        for number, chance in enumerate((0.0, *chances)):
+            tokens += chance
+            rate = tokens / costs.latency.of(certain + number)
+            if rate > best_rate:
+                best, best_rate = number, rate
+        return best
 
-    def _judge(self, source: str, *, rows: int, tokens: int) -> None:
+    def _in_windows(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+        """Of those worth a row, as many as the formula for frames that follow each other takes."""
+        least = self.theta(costs) * AHEAD
+        worth = sum(chance >= least for chance in chances)
+        times = [
+            predicted_s(
+                min(self._right, 0.999),
+                rows,
+                latency_s=costs.latency.of(rows),
+                interval_s=costs.interval(rows),
+            )
+            for rows in range(1, worth + certain + 1)
+        ]
+        return max(0, times.index(min(times)) + 1 - certain) if worth else 0
+
+    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+        """See Gate."""
+        self._right += (is_hit - self._right) / 64
+        self.calibrator.learn(draft, depth, is_hit=is_hit)
+
+    def round_over(self, source: str, gain: float) -> None:
+        """See Gate."""
         worth = self._worth.setdefault(source, _Worth())
-        alone, taken = self.cost.step_s(1), self.cost.step_s(rows)
-        if alone is None or taken is None:
-            return
         worth.rounds += 1
-        worth.gain += (tokens * alone / taken - worth.gain) / 32
+        worth.gain += (gain - worth.gain) / 32
         if worth.rounds >= ROUNDS and worth.gain < LEAST_GAIN:
             self._worth[source] = _Worth(muted=MUTED_TOKENS)
 
-    def step(self, *, rows: int, tokens: int, seconds: float) -> None:
+    def passed(self, tokens: int) -> None:
         """See Gate."""
-        self.cost.add(rows, seconds)
-        each = seconds / max(1, tokens)
-        self._token_s += (each - self._token_s) * (SMOOTH if self._token_s else 1.0)
         for worth in self._worth.values():
             worth.muted = max(0, worth.muted - tokens)

@@ -61,9 +61,10 @@ class NgramTable:
             match = order
         return mass, rest, match
 
-    def propose(self, most: int) -> list[Draft]:
-        """The likeliest tokens, one after the other, while the context has been seen."""
-        context = self.tokens[-ORDERS:]
+    def propose(self, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
+        """The likeliest tokens, one after the other, while the context has been seen; behind the
+        text and `after`."""
+        context = [*self.tokens[-ORDERS:], *after][-ORDERS:]
         found: list[Draft] = []
         while len(found) < most:
             mass, rest, match = self.after(context)
@@ -137,6 +138,8 @@ class NgramStore:
 class NgramDrafter:
     """Drafts of a request's own text, or, where that has none, of those that are over."""
 
+    sources: tuple[str, ...] = ("text", "store")
+
     def __init__(self, vocab: int, *, store: NgramStore | None = None) -> None:
         self._vocab = vocab
         self._store = NgramStore() if store is None else store
@@ -153,10 +156,13 @@ class NgramDrafter:
         for token in tokens:
             table.append(token)
 
-    def propose(self, request_id: int, most: int) -> list[Draft]:
+    def propose(self, request_id: int, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
         """See Drafter."""
         table = self._tables[request_id]
-        return table.propose(most) or self._store.propose(table.tokens, most, vocab=self._vocab)
+        if found := table.propose(most, after=after):
+            return found
+        context = [*table.tokens[-max(STORE_ORDERS) :], *after]
+        return self._store.propose(context, most, vocab=self._vocab)
 
     def end(self, request_id: int) -> None:
         """See Drafter; only now does the store learn of it."""

@@ -1,17 +1,19 @@
 """What an engine asks for drafts, and tells what became of them.
 
-Knows nothing of ticks or ranks.
+Knows nothing of ticks, ranks or clocks.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from anyshard.speculate.cost import Costs, predicted_s
 from anyshard.speculate.drafter import Draft, Drafter
 from anyshard.speculate.gate import Gate, SurvivalGate
 
@@ -19,15 +21,24 @@ __all__ = ["SpeculationFigures", "Speculator"]
 
 
 class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run. rounds: steps of a request after which a token was drawn; proposed and accepted:
-    drafts that were run, by their place; theta and calibration_error: of the gate, at the end."""
+    """Of a run. rounds: certain rows after which a token was drawn, of which drafts followed some;
+    proposed and accepted: drafts that were run, by their place behind it. rollbacks: drafts that
+    were wrong, and rollback_rows: with those behind them. void_rows: of these, spared by the last
+    stage. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
+    predicted from a draft's chance, rows of a frame, and what frames take.
+    """
 
     rounds: int
     drafted_rounds: int
     proposed: tuple[int, ...]
     accepted: tuple[int, ...]
+    rollbacks: int
+    rollback_rows: int
+    void_rows: int
     theta: float
     calibration_error: float | None
+    token_ms: float | None
+    predicted_token_ms: float | None
 
     @property
     def wasted_rows(self) -> int:
@@ -43,8 +54,8 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
         """One line of them."""
         right, run = sum(self.accepted), sum(self.proposed)
         return (
-            f"speculation: {self.acceptance_length:.2f} tokens a step · {right} of {run} drafts "
-            f"right, in {self.drafted_rounds} of {self.rounds} steps · theta {self.theta:.2f}"
+            f"speculation: {self.acceptance_length:.2f} tokens a round · {right} of {run} drafts "
+            f"right, in {self.drafted_rounds} of {self.rounds} rounds · theta {self.theta:.2f}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -58,86 +69,193 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Counts:
+    proposed: list[int]
+    accepted: list[int]
     rounds: int = 0
     drafted_rounds: int = 0
-    proposed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    frames: int = 0  # of drafts
+    rows: int = 0
+    hits: int = 0
+    rollbacks: int = 0
+    rollback_rows: int = 0
+    void_rows: int = 0
+
+
+@dataclass
+class _Line:
+    """Of one request: drafts under way, each with its place behind what was certain, and the chance
+    that all are right; of its round, whose drafts, since when, and what it has brought."""
+
+    drafts: deque[tuple[Draft, int]] = field(default_factory=deque)
+    chance: float = 1.0
+    place: int = 0
+    source: str = ""
+    begun_s: float = 0.0
+    plain_s: float = 0.0
+    tokens: int = 0
 
 
 class Speculator:
-    """Drafts of all requests of an engine; at most `most` rows of them in a step."""
+    """Drafts of all requests of an engine; at most `most` rows of them in a frame, and `windows`
+    frames of one request under way."""
 
-    def __init__(self, drafter: Drafter, gate: Gate, *, most: int) -> None:
-        self.most = most
+    def __init__(self, drafter: Drafter, gate: Gate, *, most: int, windows: int = 1) -> None:
+        self.most, self.windows = most, windows
         self.gate = gate
+        self.costs = Costs()
         self._drafter = drafter
-        self._under_way: dict[int, list[Draft]] = {}
-        self._known: set[int] = set()
-        self._counts = _Counts(proposed=[0] * most, accepted=[0] * most)
+        self._lines: dict[int, _Line] = {}
+        places = most + (windows - 1) * (most + 1)
+        self._counts = _Counts(proposed=[0] * places, accepted=[0] * places)
 
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
         """A request has been admitted."""
         self._drafter.begin(request_id, prompt)
-        self._known.add(request_id)
+        self._lines[request_id] = _Line()
 
     def end(self, request_id: int) -> None:
         """It is over, or was cancelled; told of one that never began, nothing happens."""
-        if request_id in self._known:
-            self._known.remove(request_id)
-            self._under_way.pop(request_id, None)
+        if self._lines.pop(request_id, None) is not None:
             self._drafter.end(request_id)
 
-    def fill(self, room: dict[int, int], *, rows: int) -> dict[int, tuple[int, ...]]:
-        """Drafts for a step of these requests: for each at most as many as it has room for, in all
-        at most `rows`, those of the best survival first."""
+    def fill(
+        self, room: dict[int, int], *, rows: int, now_s: float, are_ahead: bool = False
+    ) -> dict[int, tuple[int, ...]]:
+        """Drafts for a frame of these requests: for each at most as many as it has room for, in all
+        at most `rows`, those of the best survival first. are_ahead: they follow those under way;
+        else certain rows, one of each request."""
+        known = [each for each in room if each in self._lines]
+        if not known or self.gate.is_silent(self._drafter.sources):
+            return {}
         proposed: dict[int, list[Draft]] = {}
-        heap: list[tuple[float, int, int]] = []
         chances: dict[int, list[float]] = {}
-        for request_id, most in room.items():
-            drafts = self._drafter.propose(request_id, min(most, self.most, rows))
+        heap: list[tuple[float, int, int]] = []
+        for request_id in known:
+            line = self._lines[request_id]
+            after = [draft.token for draft, _ in line.drafts]
+            drafts = self._drafter.propose(request_id, min(room[request_id], rows), after=after)
             proposed[request_id] = drafts
-            chances[request_id] = self.gate.survival(drafts)
+            chances[request_id] = self.gate.survival(drafts, depth=line.place, before=line.chance)
             if chances[request_id]:
-                heapq.heappush(heap, (-chances[request_id][0], request_id, 0))
-        taken = dict.fromkeys(room, 0)
-        for _ in range(min(rows, self.most)):
-            if not heap:
-                break
-            _, request_id, depth = heapq.heappop(heap)
-            taken[request_id] = depth + 1
-            if depth + 1 < len(chances[request_id]):
-                heapq.heappush(heap, (-chances[request_id][depth + 1], request_id, depth + 1))
-        filled: dict[int, tuple[int, ...]] = {}
-        for request_id, count in taken.items():
-            drafts = self._under_way[request_id] = proposed[request_id][:count]
-            if drafts:
-                filled[request_id] = tuple(draft.token for draft in drafts)
-        return filled
+                heap.append((-chances[request_id][0], request_id, 0))
+        heapq.heapify(heap)
+        order: list[tuple[float, int]] = []
+        while heap and len(order) < rows:
+            falls, request_id, at = heapq.heappop(heap)
+            order.append((-falls, request_id))
+            if at + 1 < len(chances[request_id]):
+                heapq.heappush(heap, (-chances[request_id][at + 1], request_id, at + 1))
+        certain = 0 if are_ahead else len(room)
+        count = self.gate.count([chance for chance, _ in order], self.costs, certain=certain)
+        taken = dict.fromkeys(known, 0)
+        for _, request_id in order[:count]:
+            taken[request_id] += 1
+        plain_s = self.costs.latency.of(certain) if self.costs.latency.is_known else 0.0
+        self._counts.frames += count > 0
+        self._counts.rows += count + certain * (count > 0)
+        return {
+            request_id: self._run(
+                request_id,
+                proposed[request_id][:number],
+                chances[request_id],
+                begun=None if are_ahead else (now_s, plain_s),
+            )
+            for request_id, number in taken.items()
+            if number
+        }
 
-    def came_out(self, request_id: int, tokens: Sequence[int], *, is_over: bool) -> None:
-        """Tokens that a step of a request has brought, all but the last of them drafts; whether
-        its answer ends with them."""
-        accepted = len(tokens) - 1
-        drafts, counts = self._under_way.pop(request_id, []), self._counts
-        counts.rounds += 1
-        counts.drafted_rounds += bool(drafts)
-        for place in range(len(drafts)):
-            counts.proposed[place] += 1
-            counts.accepted[place] += place < accepted
-        self.gate.turned_out(drafts, accepted, is_over=is_over)
-        if request_id in self._known:
-            self._drafter.extend(request_id, tokens)
+    def _run(
+        self,
+        request_id: int,
+        drafts: list[Draft],
+        chances: list[float],
+        *,
+        begun: tuple[float, float] | None,
+    ) -> tuple[int, ...]:
+        """Put drafts under way. begun: of a round that begins so, when, and what one takes
+        without."""
+        line, counts = self._lines[request_id], self._counts
+        if begun is not None:
+            assert not line.drafts, "what is certain follows what has come out"
+            line.begun_s, line.plain_s = begun
+            line.source, line.tokens, line.place = drafts[0].source, 0, 0
+            counts.drafted_rounds += 1
+        for draft in drafts:
+            line.drafts.append((draft, line.place))
+            counts.proposed[min(line.place, len(counts.proposed) - 1)] += 1
+            line.place += 1
+        line.chance = chances[len(drafts) - 1]
+        return tuple(draft.token for draft in drafts)
+
+    def came_out(
+        self,
+        request_id: int,
+        tokens: Sequence[int],
+        *,
+        now_s: float,
+        is_over: bool,
+        is_ahead: bool = False,
+    ) -> None:
+        """Tokens that a frame of a request has brought, all but the last of them drafts; whether
+        its answer ends with them, and whether its first row was a draft as well."""
+        counts = self._counts
+        counts.rounds += not is_ahead
+        self.gate.passed(len(tokens))
+        line = self._lines.get(request_id)
+        if line is None:
+            return
+        line.tokens += len(tokens)
+        for number, token in enumerate(tokens):
+            if not line.drafts or (is_over and number == len(tokens) - 1):
+                break
+            draft, place = line.drafts.popleft()
+            is_hit = draft.token == token
+            self.gate.turned_out(draft, place, is_hit=is_hit)
+            if is_hit:
+                counts.hits += 1
+                counts.accepted[min(place, len(counts.accepted) - 1)] += 1
+                continue
+            counts.rollbacks += 1
+            counts.rollback_rows += 1 + len(line.drafts)
+            line.drafts.clear()
+        self._drafter.extend(request_id, tokens)
+        if line.drafts:
+            return
+        if line.source and line.plain_s and not is_over:
+            gain = line.tokens * line.plain_s / max(1e-9, now_s - line.begun_s)
+            self.gate.round_over(line.source, gain)
+        line.chance, line.source, line.place = 1.0, "", 0
+
+    def voided(self, rows: int) -> None:
+        """So many rows of drafts were not run to the end."""
+        self._counts.void_rows += rows
 
     @property
     def figures(self) -> SpeculationFigures:
         """Of all requests so far."""
         counts, gate = self._counts, self.gate
-        error = gate.calibrator.error if isinstance(gate, SurvivalGate) else None
+        token_s, predicted = self.costs.token_s, self._predicted_s()
         return SpeculationFigures(
             rounds=counts.rounds,
             drafted_rounds=counts.drafted_rounds,
             proposed=tuple(counts.proposed),
             accepted=tuple(counts.accepted),
-            theta=gate.theta,
-            calibration_error=error,
+            rollbacks=counts.rollbacks,
+            rollback_rows=counts.rollback_rows,
+            void_rows=counts.void_rows,
+            theta=gate.theta(self.costs),
+            calibration_error=gate.calibrator.error if isinstance(gate, SurvivalGate) else None,
+            token_ms=None if token_s is None else round(1e3 * token_s, 4),
+            predicted_token_ms=None if predicted is None else round(1e3 * predicted, 4),
         )
+
+    def _predicted_s(self) -> float | None:
+        """By the formula, with what was measured; None where no drafts were run."""
+        counts = self._counts
+        if not counts.frames or not self.costs.latency.is_known:
+            return None
+        rows = counts.rows / counts.frames
+        right = counts.hits / max(1, counts.hits + counts.rollbacks)
+        latency_s = self.costs.latency.of(round(rows))
+        interval_s = latency_s if self.windows == 1 else self.costs.interval(round(rows))
+        return predicted_s(right, rows, latency_s=latency_s, interval_s=interval_s)

@@ -26,7 +26,6 @@ from anyshard.capture import Capture
 from anyshard.checkpoint import Checkpoint, build_image
 from anyshard.comm.control import PAGE, ROW, ControlSizes, StatusView
 from anyshard.config import Arithmetic, KvType, ModelConfig, Profile, WireType
-from anyshard.engine import profile_of
 from anyshard.launcher import (
     EpochSizes,
     Progress,
@@ -37,6 +36,7 @@ from anyshard.launcher import (
     fork_launcher,
 )
 from anyshard.layout import KvShard, Layout, plan
+from anyshard.loading import profile_of
 from anyshard.model import program
 from anyshard.ops import KernelChoice
 from anyshard.pages import pages_for

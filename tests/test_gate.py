@@ -1,0 +1,259 @@
+"""What drafts are worth: their chance as it has turned out, what rows cost, and who goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyshard.speculate import (
+    Calibrator,
+    Costs,
+    Draft,
+    FixedGate,
+    OpenGate,
+    RowCost,
+    Speculator,
+    SurvivalGate,
+    predicted_s,
+)
+
+
+def drafts_of(count: int, source: str = "text") -> list[Draft]:
+    return [Draft(number, 0.2, 4, source) for number in range(count)]
+
+
+def teach(gate: SurvivalGate, *, hits: int, of: int, source: str = "text") -> None:
+    """The first so many of a round's drafts were right, the next one was not."""
+    for depth, draft in enumerate(drafts_of(min(hits + 1, of), source)):
+        gate.turned_out(draft, depth, is_hit=depth < hits)
+
+
+def costs_of(
+    seconds: dict[int, float], spacing: dict[int, float] | None = None, *, token_s: float = 0.01
+) -> Costs:
+    found = Costs()
+    for rows, each in seconds.items():
+        found.latency.add(rows, each)
+    for rows, each in (spacing or {}).items():
+        found.spacing.add(rows, each)
+    found.step(rows=0, tokens=100, seconds=100 * token_s, latency_s=None, is_behind=False)
+    return found
+
+
+def test_a_calibrator_learns_by_depth_and_leans_on_what_is_alike() -> None:
+    calibrator = Calibrator()
+    draft = drafts_of(1)[0]
+    assert calibrator.chance(draft, 0) == pytest.approx(0.5)
+    for number in range(400):
+        calibrator.learn(draft, 0, is_hit=number % 10 != 0)
+        calibrator.learn(draft, 3, is_hit=number % 2 == 0)
+    assert calibrator.chance(draft, 0) == pytest.approx(0.9, abs=0.03)
+    assert calibrator.chance(draft, 3) == pytest.approx(0.5, abs=0.05)
+    alike = Draft(9, 2.0, 7, "text")  # never seen itself
+    assert calibrator.chance(alike, 0) == pytest.approx(0.9, abs=0.03)
+    assert calibrator.chance(Draft(9, 2.0, 7, "store"), 0) == pytest.approx(0.5)
+    assert 0.1 < calibrator.error < 0.25
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+def test_what_rows_cost_is_told_by_their_number_and_between() -> None:
+    cost = RowCost()
+    assert not cost.is_known
+    cost.add(1, 0.010)
+    assert cost.of(1) == 0.010 < cost.of(2) < cost.of(9) < 0.015, "little, until it is known"
+    for rows, seconds in ((4, 0.012), (8, 0.030)):
+        cost.add(rows, seconds)
+    assert [cost.of(rows) for rows in (1, 4, 8)] == [0.010, 0.012, 0.030]
+    assert cost.of(6) == pytest.approx(0.021)
+    assert cost.of(15) == pytest.approx(0.030 + 7 * 0.020 / 7)
+    for _ in range(40):
+        cost.add(4, 0.020)
+    assert cost.of(4) == pytest.approx(0.020, rel=0.05), "the last ones count"
+    cost.add(4, 9.0)
+    assert cost.of(4) < 0.0215, "one that was held up does not"
+
+
+@given(st.dictionaries(st.integers(1, 20), st.floats(1e-4, 1.0), min_size=1), st.integers(1, 40))
+def test_no_number_of_rows_costs_nothing(seconds: dict[int, float], rows: int) -> None:
+    cost = RowCost()
+    for number, each in seconds.items():
+        cost.add(number, each)
+    assert cost.of(rows) > 0
+
+
+def test_time_of_a_frame_and_time_between_frames_are_told_apart() -> None:
+    costs = Costs()
+    costs.step(rows=3, tokens=1, seconds=0.050, latency_s=0.050, is_behind=False)
+    costs.step(rows=3, tokens=3, seconds=0.004, latency_s=None, is_behind=True)
+    costs.step(rows=2, tokens=0, seconds=0.020, latency_s=None, is_behind=False)
+    costs.step(rows=0, tokens=0, seconds=0.001, latency_s=None, is_behind=True)  # void
+    assert (costs.latency.of(3), costs.interval(3)) == (0.050, 0.004)
+    assert costs.token_s == pytest.approx(0.075 / 4, rel=0.1)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_formula_is_what_adding_up_rounds_gives(right: float, rows: int) -> None:
+    """Episodes of frames of `rows` rows: over at the first draft that is wrong."""
+    latency, interval = 0.060, 0.007
+    time = tokens = 0.0
+    chance = 1.0  # that a frame is needed
+    for frame in range(3000):
+        time += chance * (latency if frame == 0 else interval)
+        tokens += chance * sum(right**place for place in range(rows))
+        chance *= right**rows
+    found = predicted_s(right, rows, latency_s=latency, interval_s=interval)
+    assert found == pytest.approx(time / tokens, rel=0.02)
+
+
+# --- gates ---------------------------------------------------------------------------------------
+
+
+def test_rows_are_run_while_they_bring_tokens_sooner() -> None:
+    gate = SurvivalGate()
+    for number in range(400):  # four in a row are right, and one time in eight all are
+        teach(gate, hits=6 if number % 8 == 0 else 4, of=6)
+    chances = gate.survival(drafts_of(8), depth=0, before=1.0)
+    assert gate.count(chances, Costs(), certain=1) == 0, "a plain step comes first"
+    dear = costs_of({rows: 0.008 + 0.002 * rows for rows in range(1, 10)})
+    cheap = costs_of({rows: 0.1 + 1e-5 * rows for rows in range(1, 10)})
+    assert 3 <= gate.count(chances, dear, certain=1) <= 5
+    assert gate.count(chances, cheap, certain=1) == 8
+    fours = costs_of({rows: 0.010 + 0.008 * ((rows - 1) // 4) for rows in range(1, 10)})
+    assert gate.count(chances, fours, certain=1) == 3, "a fifth row takes a pass more"
+    steep = costs_of({rows: 0.010 * rows for rows in range(1, 10)})
+    assert gate.count(chances, steep, certain=1) == 0
+
+
+def test_with_windows_frames_are_as_long_as_the_formula_says() -> None:
+    gate = SurvivalGate(windows=8)
+    for _ in range(300):
+        teach(gate, hits=4, of=8)
+    slow = costs_of(
+        {rows: 0.025 + 0.002 * rows for rows in range(1, 10)},
+        {rows: 0.003 + 0.001 * rows for rows in range(1, 10)},
+    )
+    chances = gate.survival(drafts_of(8), depth=0, before=1.0)
+    first = gate.count(chances, slow, certain=1)
+    assert 1 <= first <= 5
+    assert gate.count(chances, slow, certain=0) in (first, first + 1)
+    hopeless = [1e-9] * 8
+    assert gate.count(hopeless, slow, certain=0) == 0
+    assert gate.count(chances, slow, certain=3) == 4, "of several requests: all that pay"
+
+
+def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:
+    gate = SurvivalGate()
+    for _ in range(64):
+        assert gate.survival(drafts_of(2), depth=0, before=1.0)
+        gate.round_over("text", 0.7)
+    assert gate.survival(drafts_of(2), depth=0, before=1.0) == []
+    assert gate.is_silent(("text",)) and not gate.is_silent(("text", "store"))
+    gate.passed(255)
+    assert gate.is_silent(("text",))
+    gate.passed(1)
+    assert not gate.is_silent(("text",))
+
+
+def test_a_source_that_pays_is_never_silent() -> None:
+    gate = SurvivalGate()
+    for _ in range(500):
+        gate.round_over("text", 1.1)
+    assert not gate.is_silent(("text",))
+
+
+# --- speculators ---------------------------------------------------------------------------------
+
+
+class Known:
+    """Proposes 0, 1, 2, ... behind what is there, each request from a source of its own."""
+
+    sources: tuple[str, ...] = ("source 1", "source 2", "source 3", "source 7")
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None: ...
+    def extend(self, request_id: int, tokens: Sequence[int]) -> None: ...
+    def end(self, request_id: int) -> None: ...
+
+    def propose(self, request_id: int, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
+        self.asked += 1
+        first = after[-1] + 1 if after else 0
+        return [Draft(first + n, 0.2, 4, f"source {request_id}") for n in range(6)][:most]
+
+
+def test_drafts_of_the_best_survival_are_run_first_and_no_more_than_there_is_room() -> None:
+    gate = SurvivalGate()
+    for _ in range(300):
+        teach(gate, hits=5, of=6, source="source 1")
+        teach(gate, hits=0, of=1, source="source 2")
+        teach(gate, hits=2, of=6, source="source 3")
+    for requests, room, rows, want in (
+        ([1, 2, 3], 9, 6, None),
+        ([1], 2, 6, {1: (0, 1)}),
+        ([1], 0, 6, {}),
+        ([7], 9, 0, {}),
+    ):
+        speculator = Speculator(Known(), gate, most=6)
+        speculator.costs.latency.add(1, 0.01)
+        for request in requests:
+            speculator.begin(request, [])
+        filled = speculator.fill(dict.fromkeys(requests, room), rows=rows, now_s=0.0)
+        assert sum(map(len, filled.values())) <= rows
+        if want is None:
+            assert len(filled[1]) > len(filled[3]) >= 1 and 2 not in filled
+        else:
+            assert filled == want
+    assert Speculator(Known(), gate, most=6).fill({1: 5}, rows=6, now_s=0.0) == {}, "not begun"
+
+
+def test_a_muted_speculator_asks_nobody() -> None:
+    gate, drafter = SurvivalGate(), Known()
+    speculator = Speculator(drafter, gate, most=4)
+    speculator.begin(1, [])
+    for source in Known.sources * 64:
+        gate.round_over(source, 0.5)
+    assert speculator.fill({1: 9}, rows=4, now_s=0.0) == {} and drafter.asked == 0
+
+
+def test_figures_tell_what_was_run_what_was_right_and_what_was_rolled_back() -> None:
+    speculator = Speculator(Known(), FixedGate(2), most=3, windows=3)
+    speculator.begin(1, [])
+    assert speculator.fill({1: 20}, rows=3, now_s=1.0) == {1: (0, 1)}
+    assert speculator.fill({1: 18}, rows=3, now_s=1.0, are_ahead=True) == {1: (2, 3, 4)}
+    assert speculator.fill({1: 15}, rows=3, now_s=1.0, are_ahead=True) == {1: (5, 6, 7)}
+    speculator.came_out(1, [0, 1, 2], now_s=2.0, is_over=False)  # rows: certain, 0, 1
+    speculator.came_out(1, [3, 9], now_s=2.1, is_over=False, is_ahead=True)  # 2, 3; not 4
+    figures = speculator.figures
+    assert figures.proposed == (1,) * 8 + (0,) * 3
+    assert figures.accepted == (1, 1, 1, 1) + (0,) * 7
+    assert (figures.rounds, figures.drafted_rounds, figures.rollbacks) == (1, 1, 1)
+    assert figures.rollback_rows == 4 and figures.wasted_rows == 4
+    assert figures.acceptance_length == 5.0
+    assert speculator.fill({1: 12}, rows=3, now_s=3.0) == {1: (0, 1)}, "a new round"
+    speculator.came_out(1, [0, 1], now_s=3.5, is_over=True)  # the answer ends with a draft
+    assert speculator.figures.accepted[:3] == (2, 1, 1), "its row was not waited for"
+
+
+def test_a_draft_that_an_answer_ended_before_is_neither_right_nor_wrong() -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Told(OpenGate):
+        def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+            told.append((depth, is_hit))
+
+    speculator = Speculator(Known(), Told(), most=3)
+    speculator.begin(1, [])
+    speculator.fill({1: 20}, rows=3, now_s=0.0)
+    speculator.came_out(1, [0, 8], now_s=0.0, is_over=False)
+    assert told == [(0, True), (1, False)], "the third was not looked at"
+    told.clear()
+    speculator.fill({1: 20}, rows=3, now_s=0.0)
+    speculator.came_out(1, [0, 8], now_s=0.0, is_over=True)
+    assert told == [(0, True)]
