@@ -8,6 +8,7 @@ docs/speculation.md.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +39,15 @@ class Gate(Protocol):
         ...
 
     def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
-        """The chance of each that it will count. They follow `depth` drafts that are under way, all
-        of which are right with chance `before`."""
+        """The chance of each that it will count. They follow `depth` drafts of their round, all of
+        which are right with chance `before`."""
         ...
 
-    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+    def count(
+        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
+    ) -> int:
         """How many rows of drafts to run, of those with these chances, which fall, beside so many
-        certain rows; none of these where earlier ones are under way."""
+        certain rows; of these there are none where rows of drafts are under way already."""
         ...
 
     def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
@@ -76,7 +79,9 @@ class OpenGate:
         """See Gate: the first ones go first."""
         return [1.0 / (1 + depth + place) for place in range(len(drafts))]
 
-    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+    def count(
+        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
+    ) -> int:
         """See Gate."""
         return len(chances)
 
@@ -95,15 +100,22 @@ class OpenGate:
 
 
 class FixedGate(OpenGate):
-    """The first so many behind what is certain; in a frame of drafts alone, one more."""
+    """The first so many of each request, behind what is certain; in a frame of drafts alone, one
+    more in all."""
 
     def __init__(self, most: int) -> None:
         self.most = most
 
     def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
         """See Gate."""
-        most = self.most + (depth > 0)
-        return super().survival(drafts[:most], depth=depth, before=before)
+        return super().survival(drafts[: self.most + 1], depth=depth, before=before)
+
+    def count(
+        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
+    ) -> int:
+        """See Gate; chances fall with depth, so these are the first of each."""
+        most = self.most * certain if certain else self.most + 1
+        return min(len(chances), most)
 
 
 @dataclass
@@ -202,12 +214,14 @@ class SurvivalGate:
             found.append(before)
         return found
 
-    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+    def count(
+        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
+    ) -> int:
         """See Gate; the first step runs none, to have something to compare with."""
         if not costs.latency.is_known:
             return 0
         if self.windows > 1 and certain < 2:
-            return self._in_windows(chances, costs, certain=certain)
+            return self._in_windows(chances, costs, certain=certain, under_way=under_way)
         best, best_rate, tokens = 0, 0.0, float(certain)
         for number, chance in enumerate((0.0, *chances)):
             tokens += chance
@@ -216,10 +230,16 @@ class SurvivalGate:
                 best, best_rate = number, rate
         return best
 
-    def _in_windows(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
-        """Of those worth a row, as many as the formula for frames that follow each other takes."""
+    def _in_windows(
+        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int
+    ) -> int:
+        """Of those worth a row, as many as the formula for frames that follow each other takes, and
+        no more frames than have left before the first one's result is there."""
         least = self.theta(costs) * AHEAD
         worth = sum(chance >= least for chance in chances)
+        if not worth:
+            return 0
+        sizes = range(1, worth + certain + 1)
         times = [
             predicted_s(
                 min(self._right, 0.999),
@@ -227,9 +247,11 @@ class SurvivalGate:
                 latency_s=costs.latency.of(rows),
                 interval_s=costs.interval(rows),
             )
-            for rows in range(1, worth + certain + 1)
+            for rows in sizes
         ]
-        return max(0, times.index(min(times)) + 1 - certain) if worth else 0
+        rows = sizes[times.index(min(times))]
+        fitting = rows * (1 + math.ceil(costs.latency.of(rows) / costs.interval(rows)))
+        return 0 if under_way >= fitting else max(0, rows - certain)
 
     def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
         """See Gate."""

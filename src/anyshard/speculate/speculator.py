@@ -6,10 +6,11 @@ Knows nothing of ticks, ranks or clocks.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -18,6 +19,9 @@ from anyshard.speculate.drafter import Draft, Drafter
 from anyshard.speculate.gate import Gate, SurvivalGate
 
 __all__ = ["SpeculationFigures", "Speculator"]
+
+
+PLACES: Final = 32  # that drafts are counted by; the last one stands for all behind it
 
 
 class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,18 +85,33 @@ class _Counts:
     void_rows: int = 0
 
 
+class _UnderWay(NamedTuple):
+    """A draft, its place behind what was certain, how many were under way before it, and the chance
+    that it is right if those are."""
+
+    draft: Draft
+    place: int
+    depth: int
+    chance: float
+
+
 @dataclass
 class _Line:
-    """Of one request: drafts under way, each with its place behind what was certain, and the chance
-    that all are right; of its round, whose drafts, since when, and what it has brought."""
+    """Of one request: drafts under way; of its round, how many drafts there were, whose, since
+    when, and what it has brought."""
 
-    drafts: deque[tuple[Draft, int]] = field(default_factory=deque)
-    chance: float = 1.0
+    drafts: deque[_UnderWay] = field(default_factory=deque)
     place: int = 0
     source: str = ""
     begun_s: float = 0.0
-    plain_s: float = 0.0
+    plain_s: float = 0.0  # what a frame takes without drafts
     tokens: int = 0
+
+    def begin(self, now_s: float) -> None:
+        """A certain row goes in."""
+        assert not self.drafts, "what is certain follows what has come out"
+        self.place, self.source, self.tokens = 0, "", 0
+        self.begun_s, self.plain_s = now_s, 0.0
 
 
 class Speculator:
@@ -105,7 +124,7 @@ class Speculator:
         self.costs = Costs()
         self._drafter = drafter
         self._lines: dict[int, _Line] = {}
-        places = most + (windows - 1) * (most + 1)
+        places = min(PLACES, most + (windows - 1) * (most + 1))
         self._counts = _Counts(proposed=[0] * places, accepted=[0] * places)
 
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
@@ -132,10 +151,12 @@ class Speculator:
         heap: list[tuple[float, int, int]] = []
         for request_id in known:
             line = self._lines[request_id]
-            after = [draft.token for draft, _ in line.drafts]
+            after = [each.draft.token for each in line.drafts]
             drafts = self._drafter.propose(request_id, min(room[request_id], rows), after=after)
             proposed[request_id] = drafts
-            chances[request_id] = self.gate.survival(drafts, depth=line.place, before=line.chance)
+            chances[request_id] = self.gate.survival(
+                drafts, depth=len(after), before=math.prod(each.chance for each in line.drafts)
+            )
             if chances[request_id]:
                 heap.append((-chances[request_id][0], request_id, 0))
         heapq.heapify(heap)
@@ -145,21 +166,26 @@ class Speculator:
             order.append((-falls, request_id))
             if at + 1 < len(chances[request_id]):
                 heapq.heappush(heap, (-chances[request_id][at + 1], request_id, at + 1))
+        if not are_ahead:
+            for request_id in known:
+                self._lines[request_id].begin(now_s)
         certain = 0 if are_ahead else len(room)
-        count = self.gate.count([chance for chance, _ in order], self.costs, certain=certain)
+        count = self.gate.count(
+            [chance for chance, _ in order],
+            self.costs,
+            certain=certain,
+            under_way=sum(len(self._lines[each].drafts) for each in known),
+        )
         taken = dict.fromkeys(known, 0)
         for _, request_id in order[:count]:
             taken[request_id] += 1
-        plain_s = self.costs.latency.of(certain) if self.costs.latency.is_known else 0.0
+        if not are_ahead and self.costs.latency.is_known:
+            for request_id in known:
+                self._lines[request_id].plain_s = self.costs.latency.of(certain)
         self._counts.frames += count > 0
         self._counts.rows += count + certain * (count > 0)
         return {
-            request_id: self._run(
-                request_id,
-                proposed[request_id][:number],
-                chances[request_id],
-                begun=None if are_ahead else (now_s, plain_s),
-            )
+            request_id: self._run(request_id, proposed[request_id][:number], chances[request_id])
             for request_id, number in taken.items()
             if number
         }
@@ -169,22 +195,18 @@ class Speculator:
         request_id: int,
         drafts: list[Draft],
         chances: list[float],
-        *,
-        begun: tuple[float, float] | None,
     ) -> tuple[int, ...]:
-        """Put drafts under way. begun: of a round that begins so, when, and what one takes
-        without."""
+        """Put drafts under way, the first of `chances` that they count."""
         line, counts = self._lines[request_id], self._counts
-        if begun is not None:
-            assert not line.drafts, "what is certain follows what has come out"
-            line.begun_s, line.plain_s = begun
-            line.source, line.tokens, line.place = drafts[0].source, 0, 0
+        if not line.source:
+            line.source = drafts[0].source
             counts.drafted_rounds += 1
-        for draft in drafts:
-            line.drafts.append((draft, line.place))
+        before = math.prod(each.chance for each in line.drafts)
+        for draft, chance in zip(drafts, chances, strict=False):
+            under_way = _UnderWay(draft, line.place, len(line.drafts), chance / max(before, 1e-99))
+            line.drafts.append(under_way)
             counts.proposed[min(line.place, len(counts.proposed) - 1)] += 1
-            line.place += 1
-        line.chance = chances[len(drafts) - 1]
+            line.place, before = line.place + 1, chance
         return tuple(draft.token for draft in drafts)
 
     def came_out(
@@ -208,9 +230,9 @@ class Speculator:
         for number, token in enumerate(tokens):
             if not line.drafts or (is_over and number == len(tokens) - 1):
                 break
-            draft, place = line.drafts.popleft()
+            draft, place, depth, _ = line.drafts.popleft()
             is_hit = draft.token == token
-            self.gate.turned_out(draft, place, is_hit=is_hit)
+            self.gate.turned_out(draft, depth, is_hit=is_hit)
             if is_hit:
                 counts.hits += 1
                 counts.accepted[min(place, len(counts.accepted) - 1)] += 1
@@ -224,7 +246,7 @@ class Speculator:
         if line.source and line.plain_s and not is_over:
             gain = line.tokens * line.plain_s / max(1e-9, now_s - line.begun_s)
             self.gate.round_over(line.source, gain)
-        line.chance, line.source, line.place = 1.0, "", 0
+        line.begin(now_s)  # until the certain row goes in
 
     def voided(self, rows: int) -> None:
         """So many rows of drafts were not run to the end."""
