@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
 from anyshard.loading import loader, profile_of
 from anyshard.request import Request, Sampling
+from anyshard.speculate import Draft, OpenGate, Speculator
 from anyshard.worker import Worker, rank_main
 
 PROMPTS = 3
@@ -80,8 +82,8 @@ class Watch:
 
 
 class Watched(Worker):
-    """Watches itself from the second frame of `rows` rows on: those in which all prompts of a
-    micro-batch decode."""
+    """Watches itself from the second frame of `rows` rows or less on: those in which all prompts of
+    a micro-batch decode, with drafts where there are any."""
 
     rows: int
     steps: int
@@ -91,7 +93,7 @@ class Watched(Worker):
 
     def step(self, frame: Frame) -> None:
         """One frame, watched or not."""
-        if len(frame.rows) == self.rows:
+        if len(frame.rows) <= self.rows:
             self._seen += 1
             if self._seen == 2:  # a step has been made like those that are watched
                 self._watch = Watch()
@@ -132,12 +134,35 @@ class Grown(Worker):
 def main(seat: Any, *, asked: dict[str, Any], folder: Path) -> None:
     """A rank."""
     kind: Any = Grown if "rounds" in asked else Watched
-    rows = PROMPTS // asked.get("micro_batches", 1)
+    rows = PROMPTS // asked.get("micro_batches", 1) + asked.get("drafts", 0)
     steps = asked["steps"]
     if "rounds" in asked:  # frames of a round, about
         steps *= asked.get("micro_batches", 1)
     place = {"rows": rows, "steps": steps, "leak": asked.get("leak", ""), "folder": folder}
     rank_main(seat, worker_type=type("Worker", (kind,), place))
+
+
+class Guesses:
+    """Drafts that are wrong, but for one in a thousand."""
+
+    sources: tuple[str, ...] = ("guess",)
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None: ...
+    def extend(self, request_id: int, tokens: Sequence[int]) -> None: ...
+    def end(self, request_id: int) -> None: ...
+
+    def propose(self, request_id: int, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
+        return [Draft(17 + len(after) + place, 1.0, 2, "guess") for place in range(most)]
+
+
+def speculator_of(asked: dict[str, Any]) -> Speculator | None:
+    """Every step goes back, if there are drafts."""
+    drafts = asked.get("drafts", 0)
+    return (
+        Speculator(Guesses(), OpenGate(), most=drafts, windows=asked.get("windows", 1))
+        if drafts
+        else None
+    )
 
 
 def start(asked: dict[str, Any], folder: Path) -> Engine:
@@ -158,6 +183,8 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
         micro_batches=asked.get("micro_batches", 1),
         threads=asked.get("threads", 1),
         deadline_s=60,
+        drafts=asked.get("drafts", 0),
+        windows=asked.get("windows", 1),
         trace_events=asked.get("trace_events", 0),
     )
     layout = plan(
@@ -168,7 +195,15 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
         wire=wire,
         leaf=profile.leaf,
     )
-    return Engine(group, checkpoint.config, profile, layout, options, cores=2)
+    return Engine(
+        group,
+        checkpoint.config,
+        profile,
+        layout,
+        options,
+        cores=2,
+        speculator=speculator_of(asked),
+    )
 
 
 def submit(engine: Engine, asked: dict[str, Any]) -> None:
@@ -216,7 +251,10 @@ def watch_memory(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     engine.close()
     engine.group.close()
     places = [folder / str(rank) for rank in range(engine.layout.world)]
-    return {"front": front, "ranks": [[int(n) for n in open(place)] for place in places]}
+    ranks = [[int(n) for n in place.read_text("ascii").split()] for place in places]
+    speculator = engine.speculator
+    rollbacks = 0 if speculator is None else speculator.figures.rollbacks
+    return {"front": front, "ranks": ranks, "rollbacks": rollbacks}
 
 
 if __name__ == "__main__":

@@ -135,6 +135,23 @@ def test_one_digest_and_the_counted_bytes_of_one_host(case: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("cut", [("-pp", "2"), ("-tp", "2", "-pp", "2")], ids=str)
+def test_frames_of_drafts_follow_each_other_over_hosts(cut: tuple[str, ...]) -> None:
+    """Words that frames are void go to other hosts too; they cost and change no bit."""
+    again = (
+        "--prompt", "Count: one, two, three, four, one, two, three, four, one, two,",
+        "--prompt", "1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2,",
+    )  # fmt: skip
+    drafted = answer_of(
+        2, *cut, "--speculate", "ngram", "--gate", "none", "--max-num-seqs", "1",
+        "--emulate-link", "5ms", *again,
+    )  # fmt: skip
+    assert digests(drafted) == digests(whole(*again))
+    figures = drafted["speculation"]
+    assert sum(figures["accepted"]) > 6 and figures["rollbacks"]
+
+
+@pytest.mark.ranks
 def test_a_recorded_and_traced_run_of_two_hosts_is_that_of_one(tmp_path: Path) -> None:
     def files(name: str) -> tuple[str, ...]:
         run, trace = str(tmp_path / f"{name}.anyd"), str(tmp_path / f"{name}.json.gz")

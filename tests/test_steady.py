@@ -37,6 +37,9 @@ LAYOUTS = [
     {"tp": 2, "kv_shard": "sequence"},
     {"tp": 2, "kv_shard": "sequence", "kv": "int8"},
     {"tp": 3, "kv_shard": "sequence", "arithmetic": "int8", "threads": 2},
+    {"drafts": 3},
+    {"pp": 2, "drafts": 2, "windows": 6},
+    {"tp": 2, "pp": 2, "drafts": 3, "windows": 4},
     {"tp": 2, "leak": "late"},  # ranks that wait for long, and say for whom
 ]
 QUIET = {"native": 0, "numpy": 0}
@@ -96,6 +99,14 @@ def test_ten_thousand_steps_leave_memory_as_it_is(split: dict[str, Any]) -> None
     for sizes in (found["front"], *found["ranks"]):
         assert len(sizes) >= 22  # the first two are what a run takes
         assert drift(sizes) <= 0.01, sizes
+
+
+@pytest.mark.parametrize("split", [{}, {"pp": 2, "windows": 4}], ids=str)
+def test_ten_thousand_times_back_leave_memory_as_it_is(split: dict[str, Any]) -> None:
+    found = steady({"steps": 250, "rounds": 22, "drafts": 3, **split})
+    assert found["rollbacks"] > 10_000
+    for sizes in (found["front"], *found["ranks"]):
+        assert drift(sizes[:22]) <= 0.01, sizes
 
 
 def test_a_leak_of_a_kilobyte_a_step_is_seen() -> None:

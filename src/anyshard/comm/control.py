@@ -122,6 +122,7 @@ class RankStatus:
         self.operations: NDArray[np.uint64] = self._record["operations"]  #: [1], in place
         self._operations_word = self.operations.data
         self._wires = (self._record["wire_bytes"][0].data, self._record["wire_messages"][0].data)
+        self._void_words = (self._record["void_frames"].data, self._record["spared_bytes"].data)
         self._record["blamed"] = -1
         Liveness(region).introduce(rank)
 
@@ -146,8 +147,8 @@ class RankStatus:
 
     def void(self, *, spared_bytes: int) -> None:
         """One more frame was void here; what its hops have been spared, of all so far."""
-        self._record["void_frames"] += 1
-        self._record["spared_bytes"] = spared_bytes
+        self._void_words[0][0] += 1
+        self._void_words[1][0] = spared_bytes
 
     def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
         """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""

@@ -40,17 +40,19 @@ class Voids:
         wires = region.sizes.wires
         self.now: NDArray[np.uint32] = np.zeros(2, np.uint32)
         self._now, self._rank, self._deadline_s = self.now.data, rank, deadline_s
-        self._told = region.voids()
-        self.words: NDArray[np.uint32] = self._told
+        told = region.voids()
+        self.words: NDArray[np.uint32] = told
+        self._told, self._seen = told.data, self.words.data
         self._waiter: Waiter | None = None
         first = rank - rank % wires.tp
         self._mates = [each for each in range(first, first + wires.tp) if each != rank]
         if not self._mates:
             return
-        self.words = np.zeros_like(self._told)  # this rank's own: it changes between frames only
+        self.words = np.zeros_like(told)  # this rank's own: it changes between frames only
+        self._seen = self.words.data
         if {wires.host_of(each) for each in (rank, *self._mates)} != {region.place.host}:
             return
-        self._agreed = region.voids(rank // wires.tp)
+        self._agreed = region.voids(rank // wires.tp).data
         self._first, self._liveness = first, Liveness(region)
         self._slice_us = round(min(SLICE_S, deadline_s) * 1e6)
         leads = rank == first
@@ -63,19 +65,19 @@ class Voids:
 
     def begin(self, sequence: int) -> None:
         """A frame begins."""
-        self._now[0], self._now[1] = sequence % WRAP, sequence % len(self.words)
+        self._now[0], self._now[1] = sequence % WRAP, sequence % len(self._seen)
 
     @property
     def is_void(self) -> bool:
         """Whether the frame that runs is; it stays so."""
-        return bool(self.words[self._now[1]] == self._now[0])
+        return self._seen[self._now[1]] == self._now[0]
 
     def settle(self, *, is_handed_on: bool) -> None:
         """Before the first op, the same on all ranks of a stage. is_handed_on: the stage before has
         sent no rows. Raises: PeerLost, EpochAborted."""
         now, slot = self._now[0], self._now[1]
         if is_handed_on:
-            self.words[slot] = now
+            self._seen[slot] = now
         elif self._waiter is not None:
             if self._rank == self._first:
                 self._agreed[slot] = self._told[slot]
@@ -92,4 +94,4 @@ class Voids:
                     slice_us=self._slice_us,
                     what="a word on whether a frame is void",
                 )
-            self.words[slot] = self._agreed[slot]
+            self._seen[slot] = self._agreed[slot]
