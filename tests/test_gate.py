@@ -52,9 +52,11 @@ def test_a_calibrator_learns_by_depth_and_leans_on_what_is_alike() -> None:
         calibrator.learn(draft, 3, is_hit=number % 2 == 0)
     assert calibrator.chance(draft, 0) == pytest.approx(0.9, abs=0.03)
     assert calibrator.chance(draft, 3) == pytest.approx(0.5, abs=0.05)
-    alike = Draft(9, 2.0, 7, "text")  # never seen itself
-    assert calibrator.chance(alike, 0) == pytest.approx(0.9, abs=0.03)
-    assert calibrator.chance(Draft(9, 2.0, 7, "store"), 0) == pytest.approx(0.5)
+    alike = Draft(9, 0.25, 7, "text")  # never seen itself
+    assert calibrator.chance(alike, 0) == pytest.approx(0.7, abs=0.03), "as sure as the others"
+    assert calibrator.chance(Draft(9, 2.0, 4, "text"), 0) == pytest.approx(0.5)
+    told = Draft(9, 0.2, 4, "store", 0.8)
+    assert calibrator.chance(told, 0) == pytest.approx(0.8), "what its source says, at first"
     assert 0.1 < calibrator.error < 0.25
 
 
@@ -123,7 +125,8 @@ def test_rows_are_run_while_they_bring_tokens_sooner() -> None:
     dear = costs_of({rows: 0.008 + 0.002 * rows for rows in range(1, 10)})
     cheap = costs_of({rows: 0.1 + 1e-5 * rows for rows in range(1, 10)})
     assert 3 <= gate.count(chances, dear, certain=1) <= 5
-    assert gate.count(chances, cheap, certain=1) == 8
+    assert gate.count(chances, cheap, certain=1) == 4, "one that was right one time in eight"
+    assert gate.count([0.99] * 8, cheap, certain=1) >= 7
     fours = costs_of({rows: 0.010 + 0.008 * ((rows - 1) // 4) for rows in range(1, 10)})
     assert gate.count(chances, fours, certain=1) == 3, "a fifth row takes a pass more"
     steep = costs_of({rows: 0.010 * rows for rows in range(1, 10)})
@@ -144,7 +147,7 @@ def test_with_windows_frames_are_as_long_as_the_formula_says() -> None:
     assert gate.count(chances, slow, certain=0) in (first, first + 1)
     hopeless = [1e-9] * 8
     assert gate.count(hopeless, slow, certain=0) == 0
-    assert gate.count(chances, slow, certain=3) == 4, "of several requests: all that pay"
+    assert 3 <= gate.count(chances, slow, certain=3) <= 4, "of several requests: all that pay"
 
 
 def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:

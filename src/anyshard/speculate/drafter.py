@@ -15,13 +15,15 @@ class Draft(msgspec.Struct, frozen=True):
     """A token that may come next, and how sure its source is.
 
     entropy: of the source's distribution, in nats. match: tokens of context that it goes by.
-    source: which one, for figures and calibration.
+    source: which one, for figures and calibration. chance: that its source gives it, before anybody
+    has seen how such drafts turn out.
     """
 
     token: int
     entropy: float
     match: int
     source: str
+    chance: float = 0.5
 
 
 class Drafter(Protocol):

@@ -22,7 +22,8 @@ __all__ = ["Calibrator", "FixedGate", "Gate", "OpenGate", "SurvivalGate"]
 ENTROPY_EDGES: Final = (0.1, 0.3, 0.6, 1.2, 2.5)  # nats
 DEPTH_EDGES: Final = (1, 2, 4, 8)  # drafts before it: 0, 1, 2 to 3, 4 to 7, more
 DECAY: Final = 0.995  # of what is known, with each draft of the kind that turns out
-SHRINK: Final = 4.0  # drafts that the kind's parent counts for
+SHRINK: Final = 5.0  # drafts that the kind's parent counts for, and what the source says
+NEAR: Final = 0.9  # of the best rate, that fewer rows reach: what is known of it is no better
 FIRST_SURVIVAL: Final = 0.25  # least that is run before anything is measured
 SPAN: Final = 4  # rows by which the cost of one more is told
 AHEAD: Final = 0.25  # of a row's cost, what one costs that others do not wait for
@@ -134,13 +135,13 @@ class _Odds:
 class Calibrator:
     """How often drafts of a kind are right, given that all before them are.
 
-    Each kind (source, length of match, entropy, depth) leans on that of its source and depth, and
-    that on one to one. Brier's error of what it said is kept beside.
+    Each kind (source, length of match, entropy, depth) leans on that of its source and entropy, and
+    that on what the source says. Brier's error of what it said is kept beside.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, int, int, int], _Odds] = {}
-        self._parents: dict[tuple[str, int], _Odds] = {}
+        self._parents: dict[tuple[str, int], _Odds] = {}  # by source and entropy
         self._squares, self._count = 0.0, 0
 
     def _of(self, draft: Draft, depth: int) -> tuple[_Odds, _Odds]:
@@ -149,13 +150,13 @@ class Calibrator:
         kind = draft.source, min(draft.match, 8), entropy, place
         return (
             self._kinds.setdefault(kind, _Odds()),
-            self._parents.setdefault((draft.source, place), _Odds()),
+            self._parents.setdefault((draft.source, entropy), _Odds()),
         )
 
     def chance(self, draft: Draft, depth: int) -> float:
         """That it is right, with `depth` right ones before it."""
         kind, parent = self._of(draft, depth)
-        base = (parent.hits + 1) / (parent.hits + parent.misses + 2)
+        base = (parent.hits + SHRINK * draft.chance) / (parent.hits + parent.misses + SHRINK)
         return (kind.hits + SHRINK * base) / (kind.hits + kind.misses + SHRINK)
 
     def learn(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
@@ -222,13 +223,12 @@ class SurvivalGate:
             return 0
         if self.windows > 1 and certain < 2:
             return self._in_windows(chances, costs, certain=certain, under_way=under_way)
-        best, best_rate, tokens = 0, 0.0, float(certain)
+        rates, tokens = [], float(certain)
         for number, chance in enumerate((0.0, *chances)):
             tokens += chance
-            rate = tokens / costs.latency.of(certain + number)
-            if rate > best_rate:
-                best, best_rate = number, rate
-        return best
+            rates.append(tokens / costs.latency.of(certain + number))
+        enough = NEAR * max(rates)
+        return next(number for number, rate in enumerate(rates) if rate >= enough)
 
     def _in_windows(
         self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int

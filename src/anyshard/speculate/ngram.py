@@ -71,7 +71,7 @@ class NgramTable:
             if match < LEAST_MATCH:
                 break
             token = min(mass, key=lambda each: (-mass[each], each))
-            found.append(Draft(token, self._entropy(mass, rest), match, "text"))
+            found.append(Draft(token, self._entropy(mass, rest), match, "text", mass[token]))
             context = [*context[1 - ORDERS :], token]
         return found
 
@@ -131,7 +131,7 @@ class NgramStore:
             if count and int(self._keys[place]) == key:
                 escape = 1.0 / (count + 1)
                 entropy = -(1 - escape) * math.log(1 - escape) - escape * math.log(escape / vocab)
-                return Draft(int(self._tokens[place]), entropy, order, "store")
+                return Draft(int(self._tokens[place]), entropy, order, "store", 1 - escape)
         return None
 
 
