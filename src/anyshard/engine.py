@@ -233,6 +233,7 @@ class Engine:
             tuple(map(str, self.options.links)),
             tuple(link.delay_s for link in self.options.links),
             wire_boundaries(self.profile.wire, self.config.num_layers),
+            "" if self.speculator is None else self.speculator.figures.text(),
         )
 
     def end_session(self, session: int) -> None:
@@ -500,6 +501,7 @@ class Engine:
         rows = len(flight.tick.rows)
         if is_void:
             speculator.voided(rows)
+        speculator.saw(sum(len(each.tick.rows) for each in self._in_flight))
         if not flight.prompt_rows:
             speculator.costs.step(
                 rows=0 if is_void else rows,

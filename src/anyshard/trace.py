@@ -82,7 +82,8 @@ class RankTrace:
 @dataclass(frozen=True)
 class Run:
     """The ranks of an epoch. layers: of each stage; links: emulated ones, in words, and delays_s of
-    each; cuts: layers before which a stage may begin, none where that is any."""
+    each; cuts: layers before which a stage may begin, none where that is any; note: what else there
+    is to say of it."""
 
     name: str
     ranks: tuple[RankTrace, ...]
@@ -92,6 +93,7 @@ class Run:
     links: tuple[str, ...] = ()
     delays_s: tuple[float, ...] = ()
     cuts: tuple[int, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,7 @@ def _about(run: Run) -> dict[str, Any]:
         "schedule": run.schedule,
         "micro_batches": run.micro_batches,
         "links": list(run.links),
+        "note": run.note,
         "delays_s": list(run.delays_s),
         "cuts": list(run.cuts),
         "ranks": ranks,
@@ -389,4 +392,5 @@ def _run_of(
         tuple(map(str, about["links"])),
         tuple(map(float, about["delays_s"])),
         cuts,
+        str(about.get("note", "")),
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from anyshard.bench.tables import Table
 from anyshard.comm.link import emulated_text
+from anyshard.fidelity import printable
 from anyshard.schedule import SCHEDULES, TimedSlot, idle_share, simulate
 from anyshard.trace import KINDS, STREAMS, Pace, RankTrace, Run, bubble, pace, shares, span_ns
 
@@ -52,6 +53,7 @@ def run_text(run: Run) -> str:
     ]
     found = pace(run)
     lines += [_pace_text(found, run)] if found is not None else []
+    lines += [printable(run.note, most=300)] if run.note else []
     lost = sum(rank.lost for rank in run.ranks)
     lines += [f"the first {lost} events are not kept: the run was longer"] if lost else []
     return "\n".join(lines)
@@ -95,6 +97,7 @@ def run_record(run: Run) -> dict[str, Any]:
         "micro_batches": run.micro_batches,
         "layers": run.layers,
         "emulated_links": run.links,
+        "note": run.note,
         "frames": _frames(run),
         "seconds": (stop - start) * 1e-9,
         "bubble": bubble(run),

@@ -399,7 +399,14 @@ def _comm_text(engine: Engine) -> str:
 
 def _speculation_json(engine: Engine) -> dict[str, Any]:
     speculator = engine.speculator
-    return {} if speculator is None else {"speculation": speculator.figures.as_json()}
+    if speculator is None:
+        return {}
+    sent = sum(sum(view.wire_bytes.values()) for view in engine.control.statuses())
+    figures = speculator.figures
+    tokens = figures.rounds + sum(figures.accepted)
+    return {
+        "speculation": figures.as_json() | {"wire_bytes_per_token": round(sent / max(1, tokens))}
+    }
 
 
 def _hosts_text(engine: Engine) -> str:

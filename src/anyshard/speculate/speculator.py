@@ -28,7 +28,8 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run. rounds: certain rows after which a token was drawn, of which drafts followed some;
     proposed and accepted: drafts that were run, by their place behind it. rollbacks: drafts that
     were wrong, and rollback_rows: with those behind them. void_rows: of these, spared by the last
-    stage. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
+    stage. rows_in_flight: mean of those under way when a result came, and as many of them as count
+    in the end. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
     predicted from a draft's chance, rows of a frame, and what frames take.
     """
 
@@ -39,6 +40,8 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     rollbacks: int
     rollback_rows: int
     void_rows: int
+    rows_in_flight: float
+    useful_rows_in_flight: float
     theta: float
     calibration_error: float | None
     token_ms: float | None
@@ -83,6 +86,8 @@ class _Counts:
     rollbacks: int = 0
     rollback_rows: int = 0
     void_rows: int = 0
+    looks: int = 0
+    rows_seen: int = 0
 
 
 class _UnderWay(NamedTuple):
@@ -248,6 +253,11 @@ class Speculator:
             self.gate.round_over(line.source, gain)
         line.begin(now_s)  # until the certain row goes in
 
+    def saw(self, rows: int) -> None:
+        """So many rows were under way when a result came."""
+        self._counts.looks += 1
+        self._counts.rows_seen += rows
+
     def voided(self, rows: int) -> None:
         """So many rows of drafts were not run to the end."""
         self._counts.void_rows += rows
@@ -257,6 +267,9 @@ class Speculator:
         """Of all requests so far."""
         counts, gate = self._counts, self.gate
         token_s, predicted = self.costs.token_s, self._predicted_s()
+        in_flight = counts.rows_seen / max(1, counts.looks)
+        useful = counts.rounds + sum(counts.accepted)
+        wasted = sum(counts.proposed) - sum(counts.accepted)
         return SpeculationFigures(
             rounds=counts.rounds,
             drafted_rounds=counts.drafted_rounds,
@@ -265,6 +278,8 @@ class Speculator:
             rollbacks=counts.rollbacks,
             rollback_rows=counts.rollback_rows,
             void_rows=counts.void_rows,
+            rows_in_flight=round(in_flight, 4),
+            useful_rows_in_flight=round(in_flight * useful / max(1, useful + wasted), 4),
             theta=gate.theta(self.costs),
             calibration_error=gate.calibrator.error if isinstance(gate, SurvivalGate) else None,
             token_ms=None if token_s is None else round(1e3 * token_s, 4),
