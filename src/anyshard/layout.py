@@ -522,7 +522,7 @@ def hosts_of_ranks(layout: Layout, num_hosts: int) -> tuple[int, ...]:
     if num_hosts > layout.world or (num_hosts > pp and num_hosts % pp):
         stages = f"{pp} stage{'s' * (pp > 1)} of {tp} rank{'s' * (tp > 1)}"
         raise LayoutError(
-            f"{stages} do not go over {num_hosts} hosts: each takes some stages, or ranks of one "
+            f"{num_hosts} hosts cannot share {stages}: each takes some stages, or ranks of one "
             "stage; take as many stages (-pp) or more, or fewer hosts"
         )
     if num_hosts <= pp:

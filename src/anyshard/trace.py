@@ -190,7 +190,7 @@ def pace(run: Run) -> Pace | None:
         sum(run.layers), stages, head=head / layer if layer else 0.0, cuts=run.cuts or None
     )
     fastest = _slowest_s(best, layer, head)
-    gain = max(times) / fastest if fastest else 1.0
+    gain = _slowest_s(run.layers, layer, head) / fastest if fastest else 1.0
     if best == run.layers or gain < 1.02:  # the noise of a run
         best, gain = run.layers, 1.0
     return Pace(slowest, times[slowest] / frames * 1e-9, sum(times) / frames * 1e-9, best, gain)

@@ -83,7 +83,8 @@ def _pace_text(found: Pace, run: Run) -> str:
         f"{found.frame_s * 1e3:.1f} ms a frame"
     )
     if found.layers != run.layers:
-        text += f"; --layers {','.join(map(str, found.layers))} would give {found.gain:.2f}x"
+        cut = ",".join(map(str, found.layers))
+        text += f"; --layers {cut} would give {found.gain:.2f}x where all stages work"
     return text
 
 

@@ -318,6 +318,8 @@ class _Chat:
         if first_token_s is not None:
             parts.append(f"first token {first_token_s:.2f} s")
         _note(" · ".join(parts))
+        if self.engine.speculator is not None:
+            _note(f"{self.engine.speculator.figures.text()}, so far")
 
     def _remark(self, reason: str, request: Request, wanted: int) -> str:
         """What a person should know about how an answer ended."""

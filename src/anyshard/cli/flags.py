@@ -68,7 +68,7 @@ class SplitFlags:
     heads: str | None = None
     "Query heads of each rank, such as 5,4; implies -tp."
     layers: str | None = None
-    "Layers of each stage, such as 22,8; implies -pp. auto (with -pp) weighs the head as measured."
+    "Layers of each stage, such as 22,8; implies -pp. With -pp, auto and auto:prefill measure."
     kv_shard: Literal["auto", "heads", "sequence"] = "auto"
     "Keys and values of each rank: of its heads, or of its blocks of the sequence (less memory)."
     threads: int | None = None
@@ -208,7 +208,7 @@ class HostFlags:
         if self.num_hosts == 1:
             given = {"--node-rank": self.node_rank, "--master-addr": self.master_addr}
             for flag, value in given.items():
-                if value not in (None, 0):
+                if value is not None:
                     raise OptionError(f"{flag} is {value}, of one host only; give --nnodes as well")
             return
         in_range("node-rank", self.node_rank, 0, self.num_hosts - 1)

@@ -506,6 +506,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         epoch=EPOCH + 1,
         speculator=_speculator(opened),
     )
+    engine.control.wait_ready()
     if engine.crowded:
         print(
             f"note: {opened.hosts.count(0) or layout.world} ranks x {engine.threads} threads on "
@@ -513,7 +514,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
             file=sys.stderr,
         )
     many = min(opened.num_seqs, engine.schedule.micro_batches)
-    if many < layout.pp:
+    if many < layout.pp and opened.windows == 1:
         idle = idle_share(SCHEDULES[flags.schedule](layout.pp, many))
         print(
             f"note: {many} of {layout.pp} stages work at a time while tokens are drawn, since each "

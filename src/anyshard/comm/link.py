@@ -26,7 +26,7 @@ _TIME = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(us|ms|s)")
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(kbit|mbit|gbit)")
 _STALL = re.compile(r"(.+)@([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
 _BEAT_S: Final = 0.05  # a sign of life so often
-_FORM = "10ms,100mbit,jitter=1ms,stall=200ms@0.1%, of which only the first is needed"
+_FORM = "a link is a time, 10ms, and if wanted more, 10ms,100mbit,jitter=1ms,stall=200ms@0.1%"
 
 
 class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +106,14 @@ def parse_link(text: str, *, name: str = "--emulate-link") -> LinkSpec:
             found["stall_s"] = _seconds(stall[1], name)
             found["stall_share"] = float(stall[2]) / 100
         else:
-            raise OptionError(f"{name} has {part[:40]!r}; a link is {_FORM}")
+            raise OptionError(f"{name} has {part[:40]!r}; {_FORM}")
     return LinkSpec(**found)
 
 
 def _seconds(text: str, name: str) -> float:
     found = _TIME.fullmatch(text)
     if found is None:
-        raise OptionError(f"{name} has {text[:40]!r}; a time such as 10ms, and a link is {_FORM}")
+        raise OptionError(f"{name} has {text[:40]!r}, which is no time; {_FORM}")
     return float(found[1]) * _TIME_S[found[2]]
 
 
