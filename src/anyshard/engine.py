@@ -487,7 +487,8 @@ class Engine:
         running = {sequence.request_id for sequence in by_slot.values()}
         for sequence in flight.tick.admitted:
             if sequence.request_id in running:
-                speculator.begin(sequence.request_id, sequence.request.prompt)
+                request = sequence.request
+                speculator.begin(sequence.request_id, request.prompt, sampling=request.sampling)
         for slot, tokens in found.drawn.items():
             request_id = by_slot[slot].request_id
             speculator.came_out(
