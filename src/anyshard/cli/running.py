@@ -264,8 +264,11 @@ def open_model(
 
     refuse_over_hosts(flags, hosts)
     memory = read_memory()
-    checkpoint = open_checkpoint(local_model(model, flags))
     drafts = speculation.draft_model
+    forking = (
+        flags if drafts is None else replace(flags, comm="shm")
+    )  # a rank that drafts is forked
+    checkpoint = open_checkpoint(local_model(model, forking))
     arithmetic = checkpoint.arithmetic(flags.quantization)
     profile = profile_of(arithmetic, flags.kv, flags.wire)
     layout = layout_of(checkpoint.config, profile, flags)
@@ -288,7 +291,7 @@ def open_model(
         hosts=hosts_of_ranks(layout, hosts.num_hosts) if hosts.num_hosts > 1 else (),
         speculation=speculation,
         draft=open_draft_model(
-            drafts, local_model(drafts, flags), checkpoint, flags, speculation.draft_threads
+            drafts, local_model(drafts, forking), checkpoint, flags, speculation.draft_threads
         ),
     ).within_kv_memory()
 
