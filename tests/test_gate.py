@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyshard.request import Sampling
 from anyshard.speculate import (
     Calibrator,
     Costs,
@@ -181,7 +182,9 @@ class Known:
     def __init__(self) -> None:
         self.asked = 0
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None: ...
+    def begin(
+        self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
+    ) -> None: ...
     def extend(self, request_id: int, tokens: Sequence[int]) -> None: ...
     def end(self, request_id: int) -> None: ...
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_cases import REFUSED as DRAFTS_REFUSED
 from gguf_files import write_tiny_gguf
 from gguf_models import write_gguf_model
 from models import ADVERSARIAL_9_3, write_hf_model
@@ -285,8 +286,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
             "134217728 layers, but the file holds",
         ),
         "no weights": (
-            model_directory(lambda d: (d / "model.safetensors").unlink()),
-            "has neither model.safetensors nor",
+            model_directory(lambda d: (d / "model.safetensors").unlink()), "has neither model.safet"
         ),
         "weights in pickles only": (
             model_directory(
@@ -295,8 +295,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
             "are programs and are not read",
         ),
         "no config.json": (
-            model_directory(lambda d: (d / "config.json").unlink()),
-            "has no config.json",
+            model_directory(lambda d: (d / "config.json").unlink()), "has no config.json"
         ),
     },
     "config.json": {
@@ -397,6 +396,7 @@ SECTIONS: dict[str, dict[str, tuple[Build, str]]] = {
         ),
         "nothing in common": (compared_with(empty_record), "no position ran in both; they have 0"),
     },
+    "Drafts": DRAFTS_REFUSED,
     "Benchmarks": BENCH_REFUSED,
 }  # fmt: skip
 

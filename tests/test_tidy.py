@@ -34,7 +34,7 @@ TIERS = {
     "answer": 3,
     "fidelity": 4, "plan": 4,
     "capture": 5, "walk": 5, "watch": 5, "binder": 5, "worker": 5, "epoch": 5, "flight": 5,
-    "engine": 5, "loading": 5, "accuracy": 5,
+    "engine": 5, "loading": 5, "draft_model": 5, "accuracy": 5,
     "verify": 6, "bench": 6,
     "serve": 7, "cli": 7, "__main__": 7,
 }  # fmt: skip

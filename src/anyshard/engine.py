@@ -151,6 +151,7 @@ class Engine:
         self._void: set[int] = set()  # frames of them
         self._result_at = 0.0  # when the last one was read
         self._spent_s = 0.0  # over it
+        self._drafting_s = 0.0  # over drafts of the next frame
         self.control: FrontControl = group.start(
             Start(
                 epoch=epoch,
@@ -316,9 +317,11 @@ class Engine:
         room = {
             s.request_id: s.request.max_tokens - s.emitted - 1 - len(s.drafted) for s in sequences
         }
+        now_s = time.monotonic()
         filled = self.speculator.fill(
-            room, rows=self.limits.drafts, now_s=time.monotonic(), are_ahead=are_ahead
+            room, rows=self.limits.drafts, now_s=now_s, are_ahead=are_ahead
         )
+        self._drafting_s += time.monotonic() - now_s
         return {slots[request_id]: tokens for request_id, tokens in filled.items()}
 
     def _open_logs(self, tick: Tick) -> None:
@@ -363,7 +366,8 @@ class Engine:
         self._open_logs(tick)
         sequences = {s.slot: s for s in self.batch.running}
         if not self._in_flight:
-            self._result_at = time.monotonic()
+            self._result_at = time.monotonic() - self._drafting_s
+        self._drafting_s = 0.0
         frame = self.control.send_frame(*self._frame(tick, sequences))
         self._in_flight.append(Flight(frame, slot, tick, sequences, time.monotonic()))
         self._collect_digests()
@@ -488,7 +492,8 @@ class Engine:
         running = {sequence.request_id for sequence in by_slot.values()}
         for sequence in flight.tick.admitted:
             if sequence.request_id in running:
-                speculator.begin(sequence.request_id, sequence.request.prompt)
+                request = sequence.request
+                speculator.begin(sequence.request_id, request.prompt, sampling=request.sampling)
         for slot, tokens in found.drawn.items():
             request_id = by_slot[slot].request_id
             speculator.came_out(

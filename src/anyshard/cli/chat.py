@@ -159,7 +159,7 @@ class _Chat:
         self.limit = opened.limit
         self.tokenizer = open_tokenizer(opened.checkpoint)
         self._encode(self.said, "a question")  # a template that takes none is known before the wait
-        wait_loaded(loading, limit=self.limit)
+        wait_loaded(loading, limit=self.limit, tokenizer=self.tokenizer)
         self.engine = start_engine(loading, limit=self.limit)
 
     def _talk(self) -> int:

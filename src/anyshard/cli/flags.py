@@ -312,8 +312,10 @@ class SamplingFlags:
 class SpeculationFlags:
     """Tokens that are likely to come next, run beside the certain one; they change no bit."""
 
-    speculate: Literal["off", "auto", "ngram"] = "off"
-    "Draft tokens from the text so far and from answers that are over (ngram, auto), or none."
+    speculate: str = "off"
+    "Draft tokens from texts so far (ngram, auto), by a small model (model:PATH), or not (off)."
+    draft_threads: int = 1
+    "Threads of the draft model's rank."
     draft_max: int = 8
     "Most drafts in a frame."
     draft_windows: int | None = None
@@ -323,19 +325,42 @@ class SpeculationFlags:
 
     def __post_init__(self) -> None:
         in_range("draft-max", self.draft_max, 1, 64)
+        in_range("draft-threads", self.draft_threads, 1, 256)
+        assert self.draft_model is None or self.drafts
         if self.draft_windows is not None:
             in_range("draft-windows", self.draft_windows, 1, MOST_MICRO_BATCHES)
         assert self.fixed is None or self.fixed >= 0
 
     @property
     def idle(self) -> list[str]:
-        """Flags that were given and do nothing without --speculate."""
+        """Flags that were given and do nothing without --speculate, or without a draft model."""
+        if self.drafts:
+            has_idle = self.draft_threads != 1 and self.draft_model is None
+            return ["--draft-threads"] if has_idle else []
         given = {
             "--draft-max": self.draft_max != 8,
+            "--draft-threads": self.draft_threads != 1,
             "--draft-windows": self.draft_windows is not None,
             "--gate": self.gate != "entropy",
         }
-        return [name for name, is_given in given.items() if is_given and not self.drafts]
+        return [name for name, is_given in given.items() if is_given]
+
+    @property
+    def draft_model(self) -> str | None:
+        """PATH of --speculate model:PATH. Raises: OptionError."""
+        kind, _, path = self.speculate.partition(":")
+        if kind == "model":
+            if not path:
+                raise OptionError(
+                    f"--speculate {self.speculate} names no model; give model:PATH, a .gguf file, "
+                    "a Hugging Face directory, or a Hub id"
+                )
+            return path
+        if self.speculate not in ("off", "auto", "ngram"):
+            raise OptionError(
+                f"--speculate is {self.speculate[:40]!r}; it can be off, auto, ngram, or model:PATH"
+            )
+        return None
 
     @property
     def drafts(self) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from anyshard.cli.drafting import draft_figures
 from anyshard.cli.flags import HostFlags, PromptFlags, SamplingFlags, SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import from_torchrun
 from anyshard.cli.member import run_member
@@ -161,7 +162,7 @@ class _Generate:
             needed = max(len(request.prompt) + request.max_tokens for request in requests)
             block = opened.profile.kv_block
             limit = min(limit, -(-needed // block) * block)
-        loaded = wait_loaded(loading, limit=limit)
+        loaded = wait_loaded(loading, limit=limit, tokenizer=tokenizer)
         events = TRACE_EVENTS if self.trace is not None else 0
         engine = start_engine(loading, limit=limit, trace_events=events)
         self.ready_s = time.monotonic()
@@ -319,6 +320,8 @@ class _Generate:
         )
         if engine.speculator is not None:
             print(engine.speculator.figures.text(), file=sys.stderr)
+            if (figures := draft_figures(engine.speculator)) is not None:
+                print(figures.text(), file=sys.stderr)
         for index, outcome in enumerate(outcomes):
             number = "" if len(outcomes) == 1 else f"[{index + 1}] "
             end = f"ended by {outcome.reason}" if outcome.reason != "stop" else "ended"
@@ -401,12 +404,14 @@ def _speculation_json(engine: Engine) -> dict[str, Any]:
     speculator = engine.speculator
     if speculator is None:
         return {}
-    sent = sum(sum(view.wire_bytes.values()) for view in engine.control.statuses())
     figures = speculator.figures
+    sent = sum(sum(view.wire_bytes.values()) for view in engine.control.statuses())
     tokens = figures.rounds + sum(figures.accepted)
-    return {
-        "speculation": figures.as_json() | {"wire_bytes_per_token": round(sent / max(1, tokens))}
-    }
+    found = figures.as_json() | {"wire_bytes_per_token": round(sent / max(1, tokens))}
+    draft_model = draft_figures(speculator)
+    if draft_model is not None:
+        found["draft_model"] = draft_model.as_json()
+    return {"speculation": found}
 
 
 def _hosts_text(engine: Engine) -> str:

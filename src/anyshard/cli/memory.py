@@ -8,7 +8,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from anyshard.errors import LayoutError
@@ -47,6 +47,20 @@ class MemoryNeed:
     def total(self) -> int:
         """Bytes in all."""
         return self.weights + self.kv + self.buffers + self.processes
+
+    def plus(self, other: MemoryNeed) -> MemoryNeed:
+        """With what another group of ranks takes; the sequences are these."""
+        return replace(
+            self,
+            weights=self.weights + other.weights,
+            kv=self.kv + other.kv,
+            buffers=self.buffers + other.buffers,
+            processes=self.processes + other.processes,
+        )
+
+    def without_front(self) -> MemoryNeed:
+        """Of a second launcher, below a front that is counted already."""
+        return replace(self, processes=self.processes - PROCESS_BYTES)
 
     def refuse_over(self, free: int) -> None:
         """Say what is short, and what would help.

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyshard.cli.balance import EPOCH, balanced_layout
+from anyshard.cli.drafting import (
+    DraftModel,
+    draft_group,
+    open_draft_model,
+    speculator_of,
+    wait_draft_loaded,
+)
 from anyshard.cli.flags import NO_DRAFTS, ONE_HOST, HostFlags, SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import Share, closed, head_group, refuse_over_hosts
+from anyshard.cli.load_gate import LoadGate, at_once
 from anyshard.cli.memory import (
     DEFAULT_SEQUENCES,
     MemoryNeed,
@@ -26,7 +34,7 @@ from anyshard.cli.memory import (
     tensors_of,
 )
 from anyshard.cli.screen import Bar
-from anyshard.errors import AnyshardError, LayoutError, OptionError
+from anyshard.errors import LayoutError, OptionError
 from anyshard.host import read_memory, size_text
 
 if TYPE_CHECKING:
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
     from anyshard.layout import Layout
     from anyshard.loading import LoadReport
     from anyshard.model import Program
-    from anyshard.speculate import Gate, Speculator
+    from anyshard.tokenizer import Tokenizer
 
 __all__ = [
     "Loading",
@@ -77,6 +85,7 @@ class Opened:
     host_flags: HostFlags = ONE_HOST
     hosts: tuple[int, ...] = ()
     speculation: SpeculationFlags = NO_DRAFTS
+    draft: DraftModel | None = None
 
     @property
     def tensors(self) -> frozenset[str] | None:
@@ -124,7 +133,7 @@ class Opened:
 
     def need(self, tokens: int) -> MemoryNeed:
         """What sequences of so many tokens take of this host."""
-        return memory_need(
+        found = memory_need(
             self.checkpoint,
             self.programs,
             tokens=tokens,
@@ -138,6 +147,8 @@ class Opened:
             drafts=self.speculation.drafts,
             windows=self.windows,
         )
+        draft = self.draft
+        return found.plus(draft.need(tokens=tokens, num_seqs=self.num_seqs)) if draft else found
 
     @property
     def windows(self) -> int:
@@ -253,7 +264,11 @@ def open_model(
 
     refuse_over_hosts(flags, hosts)
     memory = read_memory()
-    checkpoint = open_checkpoint(local_model(model, flags))
+    drafts = speculation.draft_model
+    forking = (
+        flags if drafts is None else replace(flags, comm="shm")
+    )  # a rank that drafts is forked
+    checkpoint = open_checkpoint(local_model(model, forking))
     arithmetic = checkpoint.arithmetic(flags.quantization)
     profile = profile_of(arithmetic, flags.kv, flags.wire)
     layout = layout_of(checkpoint.config, profile, flags)
@@ -275,6 +290,9 @@ def open_model(
         host_flags=hosts,
         hosts=hosts_of_ranks(layout, hosts.num_hosts) if hosts.num_hosts > 1 else (),
         speculation=speculation,
+        draft=open_draft_model(
+            drafts, local_model(drafts, forking), checkpoint, flags, speculation.draft_threads
+        ),
     ).within_kv_memory()
 
 
@@ -321,13 +339,18 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
         wire=opened.profile.wire,
         names=opened.tensors,
     )
-    gate = None
-    if opened.flags.comm != "threads" and not opened.fits(opened.limit):
-        gate = _Gate()
-        load = gate.before(load)
+    draft, gate, is_here = opened.draft, None, opened.flags.comm == "threads"
+    if (draft and not draft.is_same) or not (is_here or opened.fits(opened.limit)):
+        gate = LoadGate()
+    behind = at_once if gate is None else gate.before
     try:
-        with closed(_over_hosts(_group(load, opened.flags, body), opened)) as group:
-            yield Loading(opened, group, gate)
+        with (
+            draft_group(draft, behind=behind, cache=cache) as drafting,
+            closed(
+                _over_hosts(_group(load if is_here else behind(load), opened.flags, body), opened)
+            ) as group,
+        ):
+            yield Loading(opened, group, gate, drafting)
     finally:
         if gate is not None:
             gate.close()
@@ -335,42 +358,15 @@ def rank_group(opened: Opened, *, body: RankMain | None = None) -> Iterator[Load
             clear_abandoned(cache.folder)  # a launcher that was killed leaves its file
 
 
-class _Gate:
-    """What a forked launcher waits at until the front lets it load."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-
-    def open(self) -> None:
-        """Let it pass."""
-        os.write(self._write, b"!")
-
-    def close(self) -> None:
-        """In each process once."""
-        os.close(self._read)
-        os.close(self._write)
-
-    def before(self, load: Load) -> Load:
-        """`load`, to be run in the launcher, behind the gate."""
-
-        def wait(progress: Progress) -> tuple[object, bytes]:
-            os.close(self._write)  # the front's alone: with the front gone, nothing is read
-            is_open = os.read(self._read, 1)
-            os.close(self._read)
-            if not is_open:
-                raise AnyshardError("the front has gone")
-            return load(progress)
-
-        return wait
-
-
 @dataclass(frozen=True)
 class Loading:
-    """A rank group that loads `opened`, or waits at its gate."""
+    """A rank group that loads `opened`, or waits at its gate; `drafting`: that of its draft model,
+    which does the same."""
 
     opened: Opened
     group: RankGroup
-    gate: _Gate | None
+    gate: LoadGate | None
+    drafting: RankGroup | None = None
 
     def admit(self, tokens: int) -> None:
         """Sequences hold at most so many tokens: open the gate. Once; raises: LayoutError."""
@@ -441,16 +437,22 @@ def context_limit(config: ModelConfig, split: SplitFlags, *, default: int | None
     return asked or min(default or config.context, config.context)
 
 
-def wait_loaded(loading: Loading, *, limit: int) -> LoadReport:
+def wait_loaded(loading: Loading, *, limit: int, tokenizer: Tokenizer | None = None) -> LoadReport:
     """Wait for the weights behind a bar, and pass on what loading has to say.
 
-    Raises: LayoutError if sequences of `limit` tokens have no room.
+    tokenizer: of the model, where another drafts for it. Raises: UserError if the two have other
+    vocabularies; LayoutError if sequences of `limit` tokens have no room.
     """
     from anyshard.loading import LoadReport
 
+    if loading.opened.draft is not None:
+        assert tokenizer is not None
+        loading.opened.draft.refuse_other_tokens(tokenizer)
     loading.admit(limit)
     with Bar("loading weights") as bar:
         payload = loading.group.wait_loaded(bar.update)
+        if loading.drafting is not None:
+            wait_draft_loaded(loading.drafting)
     report = LoadReport.of(payload)
     if report.note:
         print(f"note: {report.note}", file=sys.stderr)
@@ -497,6 +499,15 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
     if flags.balance is not None and layout.pp > 1:
         layout = balanced_layout(group, *model, layout, options, by=flags.balance)
     cores = len(os.sched_getaffinity(0))
+    drafting = (opened.draft, loading.drafting) if opened.draft and loading.drafting else None
+    speculator = speculator_of(
+        opened.speculation,
+        opened.config,
+        drafting,
+        windows=opened.windows,
+        tokens=limit,
+        num_seqs=opened.num_seqs,
+    )
     engine = Engine(
         group,
         *model,
@@ -504,7 +515,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         options,
         cores=cores,
         epoch=EPOCH + 1,
-        speculator=_speculator(opened),
+        speculator=speculator,
     )
     engine.control.wait_ready()
     if engine.crowded:
@@ -529,7 +540,8 @@ def _tell_idle(opened: Opened, layout: Layout) -> None:
     """Say which flags were given and do nothing in such a run."""
     flags, idle = opened.flags, opened.speculation.idle
     if idle:
-        print(f"note: without --speculate these have no effect: {', '.join(idle)}", file=sys.stderr)
+        lacking = "a draft model" if opened.speculation.drafts else "--speculate"
+        print(f"note: without {lacking} these have no effect: {', '.join(idle)}", file=sys.stderr)
     given = {
         "--schedule": flags.schedule != "continuous",
         "--micro-batches": flags.micro_batches is not None,
@@ -537,20 +549,6 @@ def _tell_idle(opened: Opened, layout: Layout) -> None:
     turns = [name for name, is_given in given.items() if is_given and layout.pp == 1]
     if turns:
         print(f"note: with one stage these have no effect: {', '.join(turns)}", file=sys.stderr)
-
-
-def _speculator(opened: Opened) -> Speculator | None:
-    """What --speculate asks for."""
-    from anyshard.speculate import FixedGate, NgramDrafter, OpenGate, Speculator, SurvivalGate
-
-    flags = opened.speculation
-    if not flags.drafts:
-        return None
-    gate: Gate = SurvivalGate(opened.windows) if flags.gate == "entropy" else OpenGate()
-    if flags.fixed is not None:
-        gate = FixedGate(flags.fixed)
-    drafter = NgramDrafter(opened.config.vocab)
-    return Speculator(drafter, gate, most=flags.drafts, windows=opened.windows)
 
 
 def _why_sequence(heads: Opened, sequence: Opened, tokens: int) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from anyshard.ops.exact import F32
 from anyshard.request import Sampling
 
-__all__ = ["allowed_ids", "sample"]
+__all__ = ["allowed_ids", "entropy", "sample"]
 
 
 def sample(module: Any, logits_V: F32, sampling: Sampling, *, position: int) -> int:
@@ -62,6 +62,19 @@ def allowed_ids(module: Any, logits_V: F32, sampling: Sampling) -> npt.NDArray[n
     mask = np.zeros(len(logits_V), np.uint8)
     mask[order] = 1
     return mask
+
+
+def entropy(logits_V: F32, *, temperature: float) -> float:
+    """In nats, of the softmax of finite logits at a temperature, 0 taken as 1; without filters.
+
+    For gates alone: NumPy sums it in an order of its own, and no token or logit goes by it.
+    """
+    with np.errstate(over="ignore"):
+        scaled = (logits_V.astype(np.float64) - float(logits_V.max())) / (temperature or 1.0)
+    scaled = np.maximum(scaled, -1e4)  # e^ of that is 0, and 0 times infinity would be NaN
+    terms = np.exp(scaled)
+    whole = terms.sum()
+    return float(np.log(whole) - (terms * scaled).sum() / whole)
 
 
 def _best_first(logits_V: F32) -> npt.NDArray[np.int64]:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import msgspec
 
+from anyshard.request import Sampling
+
 __all__ = ["Draft", "Drafter", "OracleDrafter"]
 
 
@@ -34,8 +36,10 @@ class Drafter(Protocol):
         """Those that its drafts name."""
         ...
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        """A request has been admitted."""
+    def begin(
+        self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
+    ) -> None:
+        """A request has been admitted, whose tokens are drawn so; None: greedily."""
         ...
 
     def extend(self, request_id: int, tokens: Sequence[int]) -> None:
@@ -73,7 +77,9 @@ class OracleDrafter:
         self._known: dict[int, tuple[int, ...]] = {}
         self._emitted: dict[int, int] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    def begin(
+        self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
+    ) -> None:
         """See Drafter."""
         self._known[request_id] = self._answers.get(tuple(prompt), ())
         self._emitted[request_id] = 0

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from anyshard.request import Sampling
 from anyshard.speculate.drafter import Draft
 
 __all__ = ["NgramDrafter", "NgramStore", "NgramTable"]
@@ -145,7 +146,9 @@ class NgramDrafter:
         self._store = NgramStore() if store is None else store
         self._tables: dict[int, NgramTable] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    def begin(
+        self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
+    ) -> None:
         """See Drafter."""
         self._tables[request_id] = NgramTable(self._vocab)
         self.extend(request_id, prompt)

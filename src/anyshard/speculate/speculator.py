@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from anyshard.request import Sampling
 from anyshard.speculate.cost import Costs, predicted_s
 from anyshard.speculate.drafter import Draft, Drafter
 from anyshard.speculate.gate import Gate, SurvivalGate
@@ -127,20 +128,22 @@ class Speculator:
         self.most, self.windows = most, windows
         self.gate = gate
         self.costs = Costs()
-        self._drafter = drafter
+        self.drafter = drafter
         self._lines: dict[int, _Line] = {}
         places = min(PLACES, most + (windows - 1) * (most + 1))
         self._counts = _Counts(proposed=[0] * places, accepted=[0] * places)
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        """A request has been admitted."""
-        self._drafter.begin(request_id, prompt)
+    def begin(
+        self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
+    ) -> None:
+        """A request has been admitted, whose tokens are drawn so."""
+        self.drafter.begin(request_id, prompt, sampling=sampling)
         self._lines[request_id] = _Line()
 
     def end(self, request_id: int) -> None:
         """It is over, or was cancelled; told of one that never began, nothing happens."""
         if self._lines.pop(request_id, None) is not None:
-            self._drafter.end(request_id)
+            self.drafter.end(request_id)
 
     def fill(
         self, room: dict[int, int], *, rows: int, now_s: float, are_ahead: bool = False
@@ -149,7 +152,7 @@ class Speculator:
         at most `rows`, those of the best survival first. are_ahead: they follow those under way;
         else certain rows, one of each request."""
         known = [each for each in room if each in self._lines]
-        if not known or self.gate.is_silent(self._drafter.sources):
+        if not known or self.gate.is_silent(self.drafter.sources):
             return {}
         proposed: dict[int, list[Draft]] = {}
         chances: dict[int, list[float]] = {}
@@ -157,7 +160,7 @@ class Speculator:
         for request_id in known:
             line = self._lines[request_id]
             after = [each.draft.token for each in line.drafts]
-            drafts = self._drafter.propose(request_id, min(room[request_id], rows), after=after)
+            drafts = self.drafter.propose(request_id, min(room[request_id], rows), after=after)
             proposed[request_id] = drafts
             chances[request_id] = self.gate.survival(
                 drafts, depth=len(after), before=math.prod(each.chance for each in line.drafts)
@@ -245,7 +248,7 @@ class Speculator:
             counts.rollbacks += 1
             counts.rollback_rows += 1 + len(line.drafts)
             line.drafts.clear()
-        self._drafter.extend(request_id, tokens)
+        self.drafter.extend(request_id, tokens)
         if line.drafts:
             return
         if line.source and line.plain_s and not is_over:

@@ -9,11 +9,19 @@ from __future__ import annotations
 from anyshard.checkpoint.source import Checkpoint
 from anyshard.errors import CheckpointError
 from anyshard.tokenizer.build import tokenizer_from_gguf, tokenizer_from_hf
+from anyshard.tokenizer.same import vocabulary_difference
 from anyshard.tokenizer.save import write_tokenizer
 from anyshard.tokenizer.template import ChatTemplate
 from anyshard.tokenizer.tokenizer import StreamDecoder, Tokenizer
 
-__all__ = ["ChatTemplate", "StreamDecoder", "Tokenizer", "open_tokenizer", "write_tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "StreamDecoder",
+    "Tokenizer",
+    "open_tokenizer",
+    "vocabulary_difference",
+    "write_tokenizer",
+]
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -178,6 +178,10 @@ class Tokenizer:
             return bytes(map(table.__getitem__, token))
         return token.encode()
 
+    def token_text(self, token_id: int) -> bytes:
+        """As `token_bytes`, and of a control token its name."""
+        return self._added.get(token_id, "").encode() or self.token_bytes(token_id)
+
     def _encode(
         self, text: str, *, add_special: bool, parse_control: bool, prefix: bool = True
     ) -> list[int]:
