@@ -29,6 +29,7 @@ from anyshard.launcher import fork_launcher
 from anyshard.layout import plan
 from anyshard.loading import loader, profile_of
 from anyshard.request import Request, Sampling
+from anyshard.speculate import OpenGate, OracleDrafter, Speculator
 from anyshard.worker import Worker, rank_main
 
 PROMPTS = 3
@@ -159,6 +160,7 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
         threads=asked.get("threads", 1),
         deadline_s=60,
         trace_events=asked.get("trace_events", 0),
+        drafts=int(asked.get("speculates", False)),
     )
     layout = plan(
         checkpoint.config,
@@ -168,7 +170,13 @@ def start(asked: dict[str, Any], folder: Path) -> Engine:
         wire=wire,
         leaf=profile.leaf,
     )
-    return Engine(group, checkpoint.config, profile, layout, options, cores=2)
+    speculator = None
+    if options.drafts:  # there are none to run, but rows tell their spread
+        drafter = OracleDrafter({}, right=1.0, vocab=checkpoint.config.vocab)
+        speculator = Speculator(drafter, OpenGate(), most=options.drafts)
+    return Engine(
+        group, checkpoint.config, profile, layout, options, cores=2, speculator=speculator
+    )
 
 
 def submit(engine: Engine, asked: dict[str, Any]) -> None:

@@ -15,13 +15,15 @@ class Draft(msgspec.Struct, frozen=True):
     """A token that may come next, and how sure its source is.
 
     entropy: of the source's distribution, in nats. match: tokens of context that it goes by.
-    source: which one, for figures and calibration.
+    source: which one, for figures and calibration. second: its next likeliest token there, -1 if it
+    names none.
     """
 
     token: int
     entropy: float
     match: int
     source: str
+    second: int = -1
 
 
 class Drafter(Protocol):

@@ -1,13 +1,14 @@
 """How many drafts are worth their rows: those with which a token takes the least time.
 
 Survival of a draft is the chance that it and all before it are right, as a source's drafts of like
-length, entropy and depth have turned out so far; what rows cost is measured (`cost.py`). Rows are
-added, the likeliest first, while tokens to come over seconds to spend grows. Source:
-docs/speculation.md.
+length, entropy and depth, behind rows of which the model was as sure, have turned out so far; what
+rows cost is measured (`cost.py`). Rows are added, the likeliest first, while tokens to come over
+seconds to spend grows. Source: docs/speculation.md.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ ENTROPY_EDGES: Final = (0.1, 0.3, 0.6, 1.2, 2.5)  # nats
 DEPTH_EDGES: Final = (1, 2, 4, 8)  # drafts before it: 0, 1, 2 to 3, 4 to 7, more
 DECAY: Final = 0.995  # of what is known, with each draft of the kind that turns out
 SHRINK: Final = 4.0  # drafts that the kind's parent counts for
+PART_SHRINK: Final = 16.0  # that a kind counts for, of its part by the model's entropy
 FIRST_SURVIVAL: Final = 0.25  # least that is run before anything is measured
 SPAN: Final = 4  # rows by which the cost of one more is told
 AHEAD: Final = 0.25  # of a row's cost, what one costs that others do not wait for
@@ -37,9 +39,17 @@ class Gate(Protocol):
         """Whether drafts of none of these are wanted now."""
         ...
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """The chance of each that it will count. They follow `depth` drafts that are under way, all
-        of which are right with chance `before`."""
+        of which are right with chance `before`. target_entropy: of the model's row that drew the
+        last token, in nats; NaN: unknown."""
         ...
 
     def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
@@ -47,8 +57,11 @@ class Gate(Protocol):
         certain rows; none of these where earlier ones are under way."""
         ...
 
-    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
-        """A draft behind `depth` others, which were right, was or was not."""
+    def turned_out(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
+        """A draft behind `depth` others, which were right, was or was not. target_entropy: that it
+        was proposed with."""
         ...
 
     def round_over(self, source: str, gain: float) -> None:
@@ -72,7 +85,14 @@ class OpenGate:
         """See Gate."""
         return False
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """See Gate: the first ones go first."""
         return [1.0 / (1 + depth + place) for place in range(len(drafts))]
 
@@ -80,7 +100,9 @@ class OpenGate:
         """See Gate."""
         return len(chances)
 
-    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+    def turned_out(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
         """See Gate."""
 
     def round_over(self, source: str, gain: float) -> None:
@@ -100,7 +122,14 @@ class FixedGate(OpenGate):
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """See Gate."""
         most = self.most + (depth > 0)
         return super().survival(drafts[:most], depth=depth, before=before)
@@ -123,34 +152,42 @@ class Calibrator:
     """How often drafts of a kind are right, given that all before them are.
 
     Each kind (source, length of match, entropy, depth) leans on that of its source and depth, and
-    that on one to one. Brier's error of what it said is kept beside.
+    that on one to one; the part of a kind by the model's own entropy, where a draft was proposed,
+    leans on the kind. Brier's error of what it said is kept beside.
     """
 
     def __init__(self) -> None:
+        self._parts: dict[tuple[str, int, int, int, int], _Odds] = {}
         self._kinds: dict[tuple[str, int, int, int], _Odds] = {}
         self._parents: dict[tuple[str, int], _Odds] = {}
         self._squares, self._count = 0.0, 0
 
-    def _of(self, draft: Draft, depth: int) -> tuple[_Odds, _Odds]:
+    def _of(self, draft: Draft, depth: int, target_entropy: float) -> tuple[_Odds, _Odds, _Odds]:
         place = bisect_left(DEPTH_EDGES, depth + 1)
         entropy = bisect_left(ENTROPY_EDGES, draft.entropy)
+        target = bisect_left(ENTROPY_EDGES, target_entropy) if target_entropy >= 0 else -1
         kind = draft.source, min(draft.match, 8), entropy, place
         return (
+            self._parts.setdefault((*kind, target), _Odds()),
             self._kinds.setdefault(kind, _Odds()),
             self._parents.setdefault((draft.source, place), _Odds()),
         )
 
-    def chance(self, draft: Draft, depth: int) -> float:
-        """That it is right, with `depth` right ones before it."""
-        kind, parent = self._of(draft, depth)
+    def chance(self, draft: Draft, depth: int, *, target_entropy: float = math.nan) -> float:
+        """That it is right, with `depth` right ones before it. target_entropy: see Gate."""
+        part, kind, parent = self._of(draft, depth, target_entropy)
         base = (parent.hits + 1) / (parent.hits + parent.misses + 2)
-        return (kind.hits + SHRINK * base) / (kind.hits + kind.misses + SHRINK)
+        base = (kind.hits + SHRINK * base) / (kind.hits + kind.misses + SHRINK)
+        return (part.hits + PART_SHRINK * base) / (part.hits + part.misses + PART_SHRINK)
 
-    def learn(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+    def learn(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
         """It was right, or was not."""
-        self._squares += (self.chance(draft, depth) - is_hit) ** 2
+        chance = self.chance(draft, depth, target_entropy=target_entropy)
+        self._squares += (chance - is_hit) ** 2
         self._count += 1
-        for odds in self._of(draft, depth):
+        for odds in self._of(draft, depth, target_entropy):
             odds.add(is_hit)
 
     @property
@@ -192,13 +229,20 @@ class SurvivalGate:
         """See Gate."""
         return all(source in self._worth and self._worth[source].muted for source in sources)
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """See Gate."""
         if not drafts or self._worth.setdefault(drafts[0].source, _Worth()).muted:
             return []
         found = []
         for place, draft in enumerate(drafts, depth):
-            before *= self.calibrator.chance(draft, place)
+            before *= self.calibrator.chance(draft, place, target_entropy=target_entropy)
             found.append(before)
         return found
 
@@ -231,10 +275,12 @@ class SurvivalGate:
         ]
         return max(0, times.index(min(times)) + 1 - certain) if worth else 0
 
-    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+    def turned_out(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
         """See Gate."""
         self._right += (is_hit - self._right) / 64
-        self.calibrator.learn(draft, depth, is_hit=is_hit)
+        self.calibrator.learn(draft, depth, is_hit=is_hit, target_entropy=target_entropy)
 
     def round_over(self, source: str, gain: float) -> None:
         """See Gate."""

@@ -9,6 +9,7 @@ to one, where its share of counts would be 1 and could gate nothing.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -70,8 +71,9 @@ class NgramTable:
             mass, rest, match = self.after(context)
             if match < LEAST_MATCH:
                 break
-            token = min(mass, key=lambda each: (-mass[each], each))
-            found.append(Draft(token, self._entropy(mass, rest), match, "text"))
+            best = heapq.nsmallest(2, mass, key=lambda each: (-mass[each], each))
+            token, second = best[0], best[1] if len(best) > 1 else -1
+            found.append(Draft(token, self._entropy(mass, rest), match, "text", second))
             context = [*context[1 - ORDERS :], token]
         return found
 

@@ -6,6 +6,7 @@ Knows nothing of ticks, ranks or clocks.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from anyshard.ops.spread import UNKNOWN, Spread
 from anyshard.speculate.cost import Costs, predicted_s
 from anyshard.speculate.drafter import Draft, Drafter
 from anyshard.speculate.gate import Gate, SurvivalGate
@@ -26,6 +28,11 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     were wrong, and rollback_rows: with those behind them. void_rows: of these, spared by the last
     stage. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
     predicted from a draft's chance, rows of a frame, and what frames take.
+
+    Of the drafts that were wrong: near_misses were the model's runner-up there, of runner_ups of
+    which that is known; rescued counts those whose source's second choice was the token drawn, of
+    second_choices that had one: what a branch would have saved. target_entropy (nats) and
+    target_margin: means over all tokens drawn, None if unknown.
     """
 
     rounds: int
@@ -39,6 +46,12 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     calibration_error: float | None
     token_ms: float | None
     predicted_token_ms: float | None
+    near_misses: int
+    runner_ups: int
+    rescued: int
+    second_choices: int
+    target_entropy: float | None
+    target_margin: float | None
 
     @property
     def wasted_rows(self) -> int:
@@ -79,14 +92,38 @@ class _Counts:
     rollbacks: int = 0
     rollback_rows: int = 0
     void_rows: int = 0
+    near_misses: int = 0
+    runner_ups: int = 0
+    rescued: int = 0
+    second_choices: int = 0
+    spreads: int = 0  # that are known
+    entropy: float = 0.0  # of these together
+    margin: float = 0.0
+
+    def drawn(self, spread: Spread) -> None:
+        if spread.entropy >= 0:
+            self.spreads += 1
+            self.entropy += spread.entropy
+            self.margin += spread.margin
+
+    def refuted(self, draft: Draft, token: int, spread: Spread) -> None:
+        self.runner_ups += spread.runner_up >= 0
+        self.near_misses += spread.runner_up == draft.token
+        self.second_choices += draft.second >= 0
+        self.rescued += draft.second == token
+
+    def mean(self, total: float) -> float | None:
+        return round(total / self.spreads, 4) if self.spreads else None
 
 
 @dataclass
 class _Line:
-    """Of one request: drafts under way, each with its place behind what was certain, and the chance
-    that all are right; of its round, whose drafts, since when, and what it has brought."""
+    """Of one request: the entropy of the row that drew its last token; drafts under way, each with
+    its place behind what was certain and that entropy when it was proposed, and the chance that all
+    are right; of its round, whose drafts, since when, and what it has brought."""
 
-    drafts: deque[tuple[Draft, int]] = field(default_factory=deque)
+    entropy: float = math.nan
+    drafts: deque[tuple[Draft, int, float]] = field(default_factory=deque)
     chance: float = 1.0
     place: int = 0
     source: str = ""
@@ -132,10 +169,12 @@ class Speculator:
         heap: list[tuple[float, int, int]] = []
         for request_id in known:
             line = self._lines[request_id]
-            after = [draft.token for draft, _ in line.drafts]
+            after = [draft.token for draft, _, _ in line.drafts]
             drafts = self._drafter.propose(request_id, min(room[request_id], rows), after=after)
             proposed[request_id] = drafts
-            chances[request_id] = self.gate.survival(drafts, depth=line.place, before=line.chance)
+            chances[request_id] = self.gate.survival(
+                drafts, depth=line.place, before=line.chance, target_entropy=line.entropy
+            )
             if chances[request_id]:
                 heap.append((-chances[request_id][0], request_id, 0))
         heapq.heapify(heap)
@@ -181,7 +220,7 @@ class Speculator:
             line.source, line.tokens, line.place = drafts[0].source, 0, 0
             counts.drafted_rounds += 1
         for draft in drafts:
-            line.drafts.append((draft, line.place))
+            line.drafts.append((draft, line.place, line.entropy))
             counts.proposed[min(line.place, len(counts.proposed) - 1)] += 1
             line.place += 1
         line.chance = chances[len(drafts) - 1]
@@ -191,14 +230,19 @@ class Speculator:
         self,
         request_id: int,
         tokens: Sequence[int],
+        spreads: Sequence[Spread] = (),
         *,
         now_s: float,
         is_over: bool,
         is_ahead: bool = False,
     ) -> None:
-        """Tokens that a frame of a request has brought, all but the last of them drafts; whether
-        its answer ends with them, and whether its first row was a draft as well."""
+        """Tokens that a frame of a request has brought, all but the last of them drafts, and the
+        spread of each, if known; whether its answer ends with them, and whether its first row was a
+        draft as well."""
         counts = self._counts
+        spreads = spreads or [UNKNOWN] * len(tokens)
+        for spread in spreads:
+            counts.drawn(spread)
         counts.rounds += not is_ahead
         self.gate.passed(len(tokens))
         line = self._lines.get(request_id)
@@ -208,17 +252,19 @@ class Speculator:
         for number, token in enumerate(tokens):
             if not line.drafts or (is_over and number == len(tokens) - 1):
                 break
-            draft, place = line.drafts.popleft()
+            draft, place, entropy = line.drafts.popleft()
             is_hit = draft.token == token
-            self.gate.turned_out(draft, place, is_hit=is_hit)
+            self.gate.turned_out(draft, place, is_hit=is_hit, target_entropy=entropy)
             if is_hit:
                 counts.hits += 1
                 counts.accepted[min(place, len(counts.accepted) - 1)] += 1
                 continue
+            counts.refuted(draft, token, spreads[number])
             counts.rollbacks += 1
             counts.rollback_rows += 1 + len(line.drafts)
             line.drafts.clear()
         self._drafter.extend(request_id, tokens)
+        line.entropy = spreads[-1].entropy
         if line.drafts:
             return
         if line.source and line.plain_s and not is_over:
@@ -247,6 +293,12 @@ class Speculator:
             calibration_error=gate.calibrator.error if isinstance(gate, SurvivalGate) else None,
             token_ms=None if token_s is None else round(1e3 * token_s, 4),
             predicted_token_ms=None if predicted is None else round(1e3 * predicted, 4),
+            near_misses=counts.near_misses,
+            runner_ups=counts.runner_ups,
+            rescued=counts.rescued,
+            second_choices=counts.second_choices,
+            target_entropy=counts.mean(counts.entropy),
+            target_margin=counts.mean(counts.margin),
         )
 
     def _predicted_s(self) -> float | None:
