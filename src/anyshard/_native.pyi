@@ -402,7 +402,7 @@ def gumbel_argmax(
 def spread(logits: F32, *, body: str = "") -> tuple[float, float, int, int]:
     """(entropy, margin, first, second) of a row: see `ops.draw.spread`, of which it keeps no bits.
 
-    Held by: test_spread.py.
+    Held by: test_native_spread.py.
     """
 
 def pack_panels(

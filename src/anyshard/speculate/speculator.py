@@ -112,7 +112,7 @@ class _Counts:
         self.second_choices += draft.second >= 0
         self.rescued += draft.second == token
 
-    def mean(self, total: float) -> float | None:
+    def a_token(self, total: float) -> float | None:
         return round(total / self.spreads, 4) if self.spreads else None
 
 
@@ -297,8 +297,8 @@ class Speculator:
             runner_ups=counts.runner_ups,
             rescued=counts.rescued,
             second_choices=counts.second_choices,
-            target_entropy=counts.mean(counts.entropy),
-            target_margin=counts.mean(counts.margin),
+            target_entropy=counts.a_token(counts.entropy),
+            target_margin=counts.a_token(counts.margin),
         )
 
     def _predicted_s(self) -> float | None:
