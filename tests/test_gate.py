@@ -360,12 +360,16 @@ def test_misses_that_the_second_best_would_have_saved_are_counted() -> None:
         ):
             speculator.fill({1: 9}, rows=2, now_s=0.0)
             speculator.came_out(1, [token], [spread], now_s=0.0, is_over=is_over)
+        speculator.begin(2, [])
+        speculator.fill({2: 9}, rows=2, now_s=0.0)
+        rows = [Spread(4.0, 0.0, 8), Spread(3.0, 0.1, 1)]  # 0 was right, 1 the runner-up
+        speculator.came_out(2, [0, 11], rows, now_s=0.0, is_over=False)
         figures.append(speculator.figures)
     both, one = figures
-    assert (both.rollbacks, both.runner_ups, both.near_misses) == (3, 2, 1)
-    assert (both.second_choices, both.rescued) == (3, 1)
-    assert (one.runner_ups, one.near_misses, one.second_choices, one.rescued) == (2, 1, 0, 0)
-    assert (both.target_entropy, both.target_margin) == (1.0, 0.5333)
+    assert (both.rollbacks, both.runner_ups, both.near_misses) == (4, 3, 2)
+    assert (both.second_choices, both.rescued) == (4, 2)
+    assert (one.runner_ups, one.near_misses, one.second_choices, one.rescued) == (3, 2, 0, 0)
+    assert (both.target_entropy, both.target_margin) == (2.0, 0.34)
     assert {"near_misses", "rescued", "target_entropy", "target_margin"} <= both.as_json().keys()
     nothing = Speculator(Known(), OpenGate(), most=2).figures
     assert nothing.target_entropy is nothing.target_margin is None
