@@ -32,6 +32,7 @@ from anyshard.fidelity.log import digest_bytes
 from anyshard.layout import KvShard, plan
 from anyshard.loading import f32_profile
 from anyshard.model import program
+from anyshard.speculate import OpenGate, OracleDrafter, Speculator
 from anyshard.verify.driver import open_group
 from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker
@@ -55,12 +56,12 @@ class Measured(Worker):
         self.seen[self.program.rank] = (buffers, self.kv.bytes)
 
 
-@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(("record", "drafts"), [(False, 0), (True, 0), (False, 3)])
 @pytest.mark.parametrize("kv_shard", ["heads", "sequence"])
 @pytest.mark.parametrize("name", ["adversarial-9-3", "adversarial-9-3 w8"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 3)])
 def test_what_is_counted_is_what_ranks_allocate(
-    tp: int, pp: int, name: str, kv_shard: KvShard, record: bool, tmp_path: Path
+    tp: int, pp: int, name: str, kv_shard: KvShard, record: bool, drafts: int, tmp_path: Path
 ) -> None:
     served = the_model(name).served
     config, profile = served.config, served.profile
@@ -68,15 +69,22 @@ def test_what_is_counted_is_what_ranks_allocate(
     Measured.seen.clear()
     group = open_group(served, rank_body(Measured), forked=False)
     try:
-        options = EngineOptions(max_model_len=99, max_num_seqs=5, chunk=40, record=record)
-        engine = Engine(group, config, profile, layout, options, cores=2)
+        options = EngineOptions(
+            max_model_len=99, max_num_seqs=5, chunk=40, record=record, drafts=drafts
+        )
+        speculator = None
+        if drafts:
+            speculator = Speculator(OracleDrafter({}, right=1.0, vocab=1), OpenGate(), most=drafts)
+        engine = Engine(group, config, profile, layout, options, cores=2, speculator=speculator)
         engine.close()
         region_bytes = engine.control._region.layout.total_bytes
     finally:
         group.close()
     checkpoint = open_checkpoint(str(write_hf_model(tmp_path / "m", config, seed=1)))
     programs = [program(config, profile, layout, rank) for rank in range(layout.world)]
-    need = memory_need(checkpoint, programs, tokens=99, num_seqs=5, chunk=40, record=record)
+    need = memory_need(
+        checkpoint, programs, tokens=99, num_seqs=5, chunk=40, record=record, drafts=drafts
+    )
     log_bytes = 5 * 99 * digest_bytes(config) if record else 0
     if record:  # 40 rows of a chunk and 5 that decode are fewer
         log_bytes += 256 * 8 * sum(each.record_columns for each in programs)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyshard.ops.spread import UNKNOWN, Spread
 from anyshard.request import Sampling
 from anyshard.speculate import (
     Calibrator,
@@ -56,9 +60,51 @@ def test_a_calibrator_learns_by_depth_and_leans_on_what_is_alike() -> None:
     alike = Draft(9, 0.25, 7, "text")  # never seen itself
     assert calibrator.chance(alike, 0) == pytest.approx(0.7, abs=0.03), "as sure as the others"
     assert calibrator.chance(Draft(9, 2.0, 4, "text"), 0) == pytest.approx(0.5)
-    told = Draft(9, 0.2, 4, "store", 0.8)
+    told = Draft(9, 0.2, 4, "store", chance=0.8)
     assert calibrator.chance(told, 0) == pytest.approx(0.8), "what its source says, at first"
     assert 0.1 < calibrator.error < 0.25
+
+
+def two_states(*, entropy_tells: bool, drafts: int, seed: int = 0) -> tuple[float, float]:
+    """Brier's errors of a calibrator that hears the model's entropy and of one that does not.
+
+    Of text that is easy for a while, then hard: drafts are right 0.97 and 0.35 of the time.
+    """
+    draw = random.Random(seed)
+    hears, deaf, easy = Calibrator(), Calibrator(), True
+    for _ in range(drafts):
+        easy ^= draw.random() < 0.05
+        tells = easy if draw.random() < 0.85 else not easy
+        if not entropy_tells:
+            tells = draw.random() < 0.5
+        entropy = draw.uniform(0.5, 1.5) * (0.1 if tells else 1.6)
+        kind = draw.randrange(8)
+        draft = Draft(0, 0.05 + 0.3 * (kind % 4), 2 + kind // 4, "text")
+        is_hit = draw.random() < (0.97 if easy else 0.35)
+        hears.learn(draft, 0, is_hit=is_hit, target_entropy=entropy)
+        deaf.learn(draft, 0, is_hit=is_hit)
+    return hears.error, deaf.error
+
+
+@pytest.mark.parametrize("drafts", [500, 4000])
+def test_the_entropy_of_the_model_makes_chances_truer_where_it_tells_something(
+    drafts: int,
+) -> None:
+    for seed in range(5):
+        hears, deaf = two_states(entropy_tells=True, drafts=drafts, seed=seed)
+        assert hears < deaf - 0.01
+        hears, deaf = two_states(entropy_tells=False, drafts=drafts, seed=seed)
+        assert hears < deaf + 0.005, "it does not hurt where it tells nothing"
+
+
+def test_an_entropy_that_is_unknown_is_a_kind_of_its_own() -> None:
+    calibrator, draft = Calibrator(), drafts_of(1)[0]
+    for _ in range(200):
+        calibrator.learn(draft, 0, is_hit=True, target_entropy=0.05)
+        calibrator.learn(draft, 0, is_hit=False, target_entropy=math.nan)
+    assert calibrator.chance(draft, 0, target_entropy=0.02) > 0.9
+    assert calibrator.chance(draft, 0) < 0.1
+    assert calibrator.chance(draft, 0, target_entropy=1.0) == pytest.approx(0.5, abs=0.05)
 
 
 # --- costs ---------------------------------------------------------------------------------------
@@ -251,7 +297,7 @@ def test_a_draft_that_an_answer_ended_before_is_neither_right_nor_wrong() -> Non
     told: list[tuple[int, bool]] = []
 
     class Told(OpenGate):
-        def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+        def turned_out(self, draft: Draft, depth: int, *, is_hit: bool, **named: float) -> None:
             told.append((depth, is_hit))
 
     speculator = Speculator(Known(), Told(), most=3)
@@ -263,3 +309,73 @@ def test_a_draft_that_an_answer_ended_before_is_neither_right_nor_wrong() -> Non
     speculator.fill({1: 20}, rows=3, now_s=0.0)
     speculator.came_out(1, [0, 8], now_s=0.0, is_over=True)
     assert told == [(0, True)]
+
+
+def test_a_draft_is_judged_by_the_entropy_that_it_was_proposed_behind() -> None:
+    asked: list[float] = []
+    told: list[float] = []
+
+    class Told(OpenGate):
+        def survival(
+            self, drafts: Sequence[Draft], *, target_entropy: float = 0.0, **named: Any
+        ) -> list[float]:
+            asked.append(target_entropy)
+            return super().survival(drafts, **named)
+
+        def turned_out(
+            self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = 0.0
+        ) -> None:
+            told.append(target_entropy)
+
+    speculator = Speculator(Known(), Told(), most=2, windows=2)
+    speculator.begin(1, [])
+    ahead: Any = {"rows": 2, "now_s": 0.0, "are_ahead": True}
+    came: Any = {"now_s": 0.0, "is_over": False}
+    row = [Spread(entropy / 10, 0.5, 7) for entropy in range(10)]
+    assert speculator.fill({1: 20}, rows=2, now_s=0.0) == {1: (0, 1)}
+    assert speculator.fill({1: 20}, **ahead) == {1: (2, 3)}
+    speculator.came_out(1, [0, 1, 2], row[1:4], **came)  # rows: certain, 0, 1
+    assert speculator.fill({1: 20}, **ahead) == {1: (4, 5)}
+    speculator.came_out(1, [3, 4], row[4:6], is_ahead=True, **came)  # 2, 3
+    speculator.came_out(1, [9], row[6:7], is_ahead=True, **came)  # 4
+    speculator.fill({1: 20}, rows=2, now_s=0.0)
+    assert str(asked) == "[nan, nan, 0.3, 0.6]"
+    assert str(told) == "[nan, nan, nan, nan, 0.3, 0.3]"
+    speculator.came_out(1, [9], **came)
+    speculator.fill({1: 20}, rows=2, now_s=0.0)
+    assert math.isnan(asked[-1]), "nobody has told"
+
+
+def test_misses_that_the_second_best_would_have_saved_are_counted() -> None:
+    class Two(Known):
+        """Its second choice is ten more."""
+
+        def propose(self, *arguments: Any, **named: Any) -> list[Draft]:
+            drafts = super().propose(*arguments, **named)
+            return [Draft(d.token, 0.2, 4, d.source, d.token + 10) for d in drafts]
+
+    figures = []
+    for drafter in (Two(), Known()):
+        speculator = Speculator(drafter, OpenGate(), most=2)
+        speculator.begin(1, [])
+        for token, spread, is_over in (
+            (5, Spread(1.0, 0.2, 0), False),  # the draft 0 was the model's runner-up
+            (10, Spread(2.0, 0.4, 3), False),  # its source would have said 10 next
+            (5, UNKNOWN, False),
+            (10, Spread(0.0, 1.0, 0), True),  # the answer is over: nobody knows
+        ):
+            speculator.fill({1: 9}, rows=2, now_s=0.0)
+            speculator.came_out(1, [token], [spread], now_s=0.0, is_over=is_over)
+        speculator.begin(2, [])
+        speculator.fill({2: 9}, rows=2, now_s=0.0)
+        rows = [Spread(4.0, 0.0, 8), Spread(3.0, 0.1, 1)]  # 0 was right, 1 the runner-up
+        speculator.came_out(2, [0, 11], rows, now_s=0.0, is_over=False)
+        figures.append(speculator.figures)
+    both, one = figures
+    assert (both.rollbacks, both.runner_ups, both.near_misses) == (4, 3, 2)
+    assert (both.second_choices, both.rescued) == (4, 2)
+    assert (one.runner_ups, one.near_misses, one.second_choices, one.rescued) == (3, 2, 0, 0)
+    assert (both.target_entropy, both.target_margin) == (2.0, 0.34)
+    assert {"near_misses", "rescued", "target_entropy", "target_margin"} <= both.as_json().keys()
+    nothing = Speculator(Known(), OpenGate(), most=2).figures
+    assert nothing.target_entropy is nothing.target_margin is None

@@ -310,6 +310,7 @@ def test_the_posterior_is_that_of_witten_and_bell() -> None:
     assert sum(mass.values()) + rest == pytest.approx(1.0)
     drafts = table.propose(3)
     assert [draft.token for draft in drafts] == [3, 1, 2]
+    assert [draft.second for draft in drafts] == [4, -1, -1], "nothing else has followed"
     known = -sum(each * math.log(each) for each in two.values())
     assert drafts[0].entropy == pytest.approx(known - 4 / 25 * math.log(4 / 25 / 100))
     seen_once = NgramTable(100)

@@ -56,6 +56,7 @@ __all__ = [
     "shm_abort",
     "shm_publish",
     "sources_sha256",
+    "spread",
 ]
 
 Body = Literal["vnni", "avx2", "scalar"]
@@ -396,6 +397,12 @@ def gumbel_argmax(
     """argmax over ids with mask != 0 of logit + temperature * G(key, position, choice, stream, id).
 
     -1 if an allowed score is NaN, or none is finite.
+    """
+
+def spread(logits: F32, *, body: str = "") -> tuple[float, float, int, int]:
+    """(entropy, margin, first, second) of a row: see `ops.draw.spread`, of which it keeps no bits.
+
+    Held by: test_native_spread.py.
     """
 
 def pack_panels(

@@ -241,7 +241,7 @@ class ModelDrafter:
             slot.drawn += [None] * len(tokens)
         assert result.logits is not None
         nats = entropy(result.logits[0], temperature=slot.sampling.temperature)
-        slot.drawn[-1] = Draft(result.tokens[-1], nats, 0, "model")
+        slot.drawn[-1] = Draft(result.tokens[-1], nats, 0, "model", chance=math.exp(-nats))
         return True
 
     def _frame(self, slot: _Slot, start: int, tokens: Sequence[int], *, is_last: bool) -> Result:

@@ -499,6 +499,7 @@ class Engine:
             speculator.came_out(
                 request_id,
                 tokens,
+                found.spreads.get(slot, ()),
                 now_s=self._result_at,
                 is_over=slot in found.finished,
                 is_ahead=flight.is_ahead,

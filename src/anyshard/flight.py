@@ -13,6 +13,7 @@ from anyshard.batch import Row, Sequence, Tick
 from anyshard.comm.base import FloatArray
 from anyshard.comm.control import Result
 from anyshard.fidelity.log import RecordedRow
+from anyshard.ops.spread import Spread
 
 __all__ = ["FinishReason", "Flight", "Outcome", "Said", "finish_reason", "outcome"]
 
@@ -103,10 +104,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a frame: tokens that came out and slots that ended, by slot; in order, what is to be told;
-    how many of the rows that counted were drafts."""
+    """Of a frame: tokens that came out, their spreads if these are known, and slots that ended, by
+    slot; in order, what is to be told; how many of the rows that counted were drafts."""
 
     drawn: dict[int, list[int]]
+    spreads: dict[int, list[Spread]]
     finished: frozenset[int]
     said: list[Said]
     drafts_right: int
@@ -119,6 +121,7 @@ def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> 
     draft that was wrong. A draft counts if it is the token that has come out just before.
     """
     drawn: dict[int, list[int]] = {}
+    spreads: dict[int, list[Spread]] = {}
     finished: set[int] = set()
     said: list[Said] = []
     right = logits_index = 0
@@ -145,9 +148,11 @@ def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> 
             token = result.tokens[index]
             finish = finish_reason(sequence, token, emitted=sequence.emitted + len(mine))
             drawn.setdefault(row.slot, mine).append(token)
+            if result.spreads is not None:
+                spreads.setdefault(row.slot, []).append(result.spreads[index])
             if finish is not None:
                 finished.add(row.slot)
             said.append(Said(sequence, token, logits, finish))
         elif row.logits:
             said.append(Said(sequence, logits=logits))
-    return Outcome(drawn, frozenset(finished), said, right)
+    return Outcome(drawn, spreads, frozenset(finished), said, right)

@@ -31,6 +31,7 @@ from anyshard.ops.digest import KEY_PADDING, U64, digest_keys
 from anyshard.ops.exact import F32, I32
 from anyshard.ops.rope import rope_table
 from anyshard.ops.sampling import sample
+from anyshard.ops.spread import SPREAD, UNKNOWN, spread
 from anyshard.ops.wire import wire_row_bytes
 from anyshard.pages import pages_for
 from anyshard.request import Sampling
@@ -61,7 +62,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the front fixes for all ranks of an epoch; sizes in rows, slots, pages, tokens.
 
     frames: how many the front has sent and not yet read the result of, at most. voids: some of them
-    may be void before they have run (comm/voids.py). trace: ranks write down what they do when.
+    may be void before they have run (comm/voids.py). tells_spread: the sampler says of every token
+    how sure the model was of it (ops/spread.py). trace: ranks write down what they do when.
     capture: what every rank copies to be looked at, nothing as a rule (`capture.py`).
     """
 
@@ -77,6 +79,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows_max: int
     frames: int = 2
     voids: bool = False
+    tells_spread: bool = False
     sampled_max: int
     num_slots: int
     num_pages: int
@@ -185,9 +188,11 @@ def buffer_bytes(part: Program, plan: RankPlan) -> int:
     blocks = -(-plan.max_model_len // part.profile.kv_block)
     digest_words = plan.rows_max * part.record_columns if plan.record else 0
     page_ints = plan.num_pages if part.layout.splits_sequence else 0
+    spreads = plan.rows_max + 1 if plan.tells_spread else 0
     return (
         plan.rows_max * part.hop_row_bytes
         + 8 * digest_words
+        + SPREAD.itemsize * spreads
         + 4
         * (
             plan.rows_max * (row_floats + row_ints)
@@ -273,6 +278,8 @@ class Worker:
         self.row_fault = np.zeros(rows, np.int32)
         self.sample_rows = np.zeros(plan.sampled_max, np.int32)
         self.drawn = np.zeros(rows, np.int32)
+        self.spreads = np.zeros(rows if plan.tells_spread else 0, SPREAD)
+        self.unknown = np.array([UNKNOWN] * plan.tells_spread, SPREAD)
         blocks = pages_for(plan.max_model_len, block=profile.kv_block)
         self.page_table = np.zeros((plan.num_slots, blocks), np.int32)
         pages = {"num_pages": plan.num_pages, "sequence_blocks": blocks}
@@ -371,6 +378,7 @@ class Worker:
                 self.drawn[:rows],
                 faults,
                 () if is_void else logits,
+                spreads=self.spreads[:rows] if self.plan.tells_spread else None,
                 is_void=is_void,
             )
         if is_void:
@@ -390,6 +398,7 @@ class Worker:
         self.row_slot[:rows] = frame.rows["slot"]
         self.row_fault[:rows].fill(0)
         self.drawn[:rows].fill(-1)
+        self.spreads[:rows] = self.unknown
         if len(frame.pages):
             pages = frame.pages["page"]
             mine = pages if self.local_pages is None else self.local_pages[pages]
@@ -432,6 +441,8 @@ class Worker:
                 position=int(self.positions[row]) + 1,
             )
             self._draw(row, token)
+            if self.plan.tells_spread:
+                self.spreads[row] = spread(self.kernels.module, self.logits_RV[index], token)
         return [self.logits_RV[index] for index in wanted]
 
     def _draw(self, row: int, token: int) -> None:
@@ -452,7 +463,8 @@ class Worker:
                 self.logits_RV[:count, start:stop] = shard
 
     def _exchange_pairs(self, sampled: list[int]) -> None:
-        """Greedy rows that nobody wants logits of: only (value, id) of each rank's best travel."""
+        """Greedy rows that nobody wants logits of: only (value, id) of each rank's best travel, so
+        that their spread is unknown."""
         exchange = self.comm.exchange("pairs")
         parity, count = exchange.parity, len(sampled)
         mine = exchange.send_buffer(parity)

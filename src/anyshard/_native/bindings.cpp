@@ -227,6 +227,15 @@ int64_t gumbel_argmax(nb::object logits, double temperature, uint64_t key, uint3
   return kernels.gumbel_argmax(sampler, array.floats(), array.size(0)).index;
 }
 
+nb::tuple spread(nb::object logits, const std::string& body) {
+  const Array array(logits.ptr(), "logits", Element::kFloat, {kAny});
+  require(array.size(0) >= 1 && array.size(0) <= INT_MAX - 64, "logits is empty");
+  const Kernels& kernels = kernels_of(body);
+  const FloatEnvironment environment;
+  const Spread found = kernels.spread(array.floats(), array.size(0));
+  return nb::make_tuple(found.entropy, found.margin, found.first, found.second);
+}
+
 void exp_into(nb::object x, nb::object out, const std::string& body) {
   const Array array(x.ptr(), "x", Element::kFloat, {kAny});
   const Array result(out.ptr(), "out", Element::kFloat, {array.size(0)}, true);
@@ -248,6 +257,7 @@ void bind_functions(nb::module_& m) {
   m.def("exp_into", &exp_into, "x"_a, "out"_a, nb::kw_only(), "body"_a = "");
   m.def("gumbel_argmax", &gumbel_argmax, "logits"_a, "temperature"_a, "key"_a, "position"_a,
         "choice"_a, "stream"_a, "mask"_a.none() = nb::none(), nb::kw_only(), "body"_a = "");
+  m.def("spread", &spread, "logits"_a, nb::kw_only(), "body"_a = "");
   m.def("pack_panels", &pack_panels, "pool"_a, "panels"_a, "source"_a, "type"_a, "num_rows"_a,
         "num_columns"_a, "row_map"_a.none() = nb::none(), "group"_a = 0);
 }

@@ -193,6 +193,15 @@ struct Best {
   float value;
 };
 
+// Of a row of logits; NaN and -1 if one of them is not finite. margin: of the chances of the best
+// two, first and second; second -1 of a row of one.
+struct Spread {
+  float entropy;
+  float margin;
+  int64_t first;
+  int64_t second;
+};
+
 struct Kernels {
   // One row; returns false if the sum of squares is not finite. out may be x.
   bool (*norm)(const Norm&, const float* x, float* out);
@@ -232,6 +241,7 @@ struct Kernels {
   void (*exp_into)(const float* x, float* out, int64_t count);
   Best (*argmax)(const float* logits, int64_t count);
   Best (*gumbel_argmax)(const Sampler&, const float* logits, int64_t count);
+  Spread (*spread)(const float* logits, int64_t count);
   // See digest.h.
   uint64_t (*digest)(const float* x, int count, uint32_t first, const int32_t* keys);
   void (*digest_panel)(const Linear&, int panel, const int32_t* keys, float* scratch,

@@ -8,7 +8,6 @@ one ends the epoch. Knows nothing of models: what a row's flags mean is the work
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,18 +32,17 @@ from anyshard.comm.region import (
     FAILURE_BYTES,
     FRAME_HEADER,
     PAGE,
-    RESULT_HEADER,
     ROW,
     ControlSizes,
     EpochRegion,
 )
+from anyshard.comm.results import Result, ResultSlot
 from anyshard.comm.signals import ABORTED, LATE, REACHED, WRAP
 from anyshard.comm.voids import publish_void
 from anyshard.errors import AnyshardError, PeerLost
 from anyshard.schedule import MOST_FRAMES
 
 if TYPE_CHECKING:
-    from anyshard.comm.link import EmulatedLink
     from anyshard.comm.signals import Waiter
 
 __all__ = [
@@ -65,7 +63,7 @@ __all__ = [
 Int32Array = NDArray[np.int32]
 
 FRAME_MAGIC = 0x31534E41  # "ANS1"
-_BODY = 64  # byte offset of rows in a frame slot, of tokens in a result slot
+_BODY = 64  # byte offset of rows in a frame slot
 _GRACE_S = 1.0  # the ranks' own deadlines come first: they can say who is late
 _NO_PAGES = np.zeros(0, PAGE)
 _SLICE_US = 20_000  # the front looks at its launcher this often while it waits
@@ -82,18 +80,6 @@ class Frame:
     rows: NDArray[Any]
     pages: NDArray[Any]
     note: bytes
-
-
-@dataclass(frozen=True)
-class Result:
-    """What the sampler made of a frame: a token and a fault (0 is fine) of each row, logits
-    f32[k, vocab] or None; of one that is void, nothing of use."""
-
-    sequence: int
-    tokens: list[int]
-    faults: list[int]
-    logits: FloatArray | None
-    is_void: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +237,7 @@ class RankControl:
         self._page_bytes = self._pages.view(np.uint8).data
         self._pages_at = pages_at = _BODY + sizes.rows_max * ROW.itemsize
         self._note_at = pages_at + sizes.pages_max * PAGE.itemsize
-        self._results = [_ResultSlot(region, slot) for slot in range(sizes.frame_slots)]
+        self._results = [ResultSlot(region, slot) for slot in range(sizes.frame_slots)]
         self._digests = [region.digests(slot, rank) for slot in range(sizes.frame_slots)]
 
     def next_frame(self, deadline_s: float | None = None) -> Frame | None:
@@ -321,14 +307,16 @@ class RankControl:
         faults: Int32Array,
         logits: Sequence[FloatArray] = (),
         *,
+        spreads: NDArray[Any] | None = None,
         is_void: bool = False,
     ) -> None:
         """Hand the front the result of frame `sequence`; by the sampler, once a frame.
 
-        tokens and faults int32[n], n <= rows_max; logits f32[vocab] each, at most logit_rows.
+        tokens and faults int32[n], n <= rows_max; logits f32[vocab] each, at most logit_rows;
+        spreads SPREAD[n], if the region has room for them.
         """
         slot = self._results[sequence % self._sizes.frame_slots]
-        slot.write(sequence, tokens, faults, logits, is_void=is_void)
+        slot.write(sequence, tokens, faults, logits, spreads=spreads, is_void=is_void)
         self._signals.publish(CHANNEL_RESULT, sequence % WRAP, (self._region.front,))
 
     def event_ring(self) -> tuple[memoryview, memoryview]:
@@ -342,53 +330,6 @@ class RankControl:
         rows, columns = digests.shape
         slot = self._digests[sequence % self._sizes.frame_slots]
         slot[:rows, :columns] = digests
-
-
-class _ResultSlot:
-    def __init__(self, region: EpochRegion, slot: int) -> None:
-        sizes = region.sizes.control
-        self._at = region.layout.result_offset + slot * region.layout.result_bytes
-        self._memory = region.memory
-        at = self._at + _BODY
-        self._tokens = region.array(np.int32, sizes.rows_max, at)
-        self._faults = region.array(np.int32, sizes.rows_max, at + sizes.rows_max * 4)
-        logits = region.array(np.float32, sizes.logit_rows * sizes.vocab, at + sizes.rows_max * 8)
-        self._logits = logits.reshape(sizes.logit_rows, sizes.vocab)
-
-    def write(
-        self,
-        sequence: int,
-        tokens: Int32Array,
-        faults: Int32Array,
-        logits: Sequence[FloatArray],
-        *,
-        is_void: bool,
-    ) -> None:
-        if len(faults) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens but {len(faults)} faults")
-        self._tokens[: len(tokens)] = tokens
-        self._faults[: len(faults)] = faults
-        for index, row in enumerate(logits):
-            self._logits[index] = row
-        counts = len(tokens), len(logits), is_void
-        sent_ns = time.monotonic_ns()
-        RESULT_HEADER.pack_into(self._memory, self._at, sequence % WRAP, *counts, sent_ns)
-
-    def read(self, sequence: int, link: EmulatedLink | None) -> Result:
-        found, num_rows, num_logits, is_void, sent_ns = RESULT_HEADER.unpack_from(
-            self._memory, self._at
-        )
-        if found != sequence % WRAP:
-            raise AnyshardError(f"result slot holds sequence {found}, want {sequence}")
-        if link is not None:  # ids only would go back
-            link.hold(sent_ns, RESULT_HEADER.size + 4 * num_rows)
-        return Result(
-            sequence,
-            self._tokens[:num_rows].tolist(),
-            self._faults[:num_rows].tolist(),
-            self._logits[:num_logits].copy() if num_logits else None,
-            bool(is_void),
-        )
 
 
 class FrontControl:
@@ -421,7 +362,7 @@ class FrontControl:
         self._read = 0
         self._ready = False
         self._link = incoming_link(region.sizes.wires, -1)
-        self._result_slots = [_ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
+        self._result_slots = [ResultSlot(region, slot) for slot in range(self._sizes.frame_slots)]
         self._digests = [
             [region.digests(slot, rank) for rank in self._ranks]
             for slot in range(self._sizes.frame_slots)

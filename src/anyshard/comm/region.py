@@ -32,6 +32,7 @@ from anyshard.comm.signals import (
     SignalsBody,
 )
 from anyshard.ops import native_module
+from anyshard.ops.spread import SPREAD
 from anyshard.schedule import MOST_FRAMES
 from anyshard.trace import EVENT
 
@@ -132,7 +133,8 @@ class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
     `rows_max` rows and `pages_max` page updates a frame; `note_bytes` of opaque bytes travel
     along; `logit_rows` rows of `vocab` floats a result; at most `frame_slots` frames in flight.
     `digest_columns`: uint64 that each rank has to say about each row, 0 for none. `trace_events`:
-    the last events that are kept of each rank (trace.py), 0 for none.
+    the last events that are kept of each rank (trace.py), 0 for none. `tells_spread`: a result has
+    SPREAD of each row (ops/spread.py).
     """
 
     rows_max: int
@@ -143,6 +145,12 @@ class ControlSizes(msgspec.Struct, frozen=True, kw_only=True):
     frame_slots: int = 2
     digest_columns: int = 0
     trace_events: int = 0
+    tells_spread: bool = False
+
+    @property
+    def result_row_bytes(self) -> int:
+        """Of a row's token, fault and spread."""
+        return 8 + SPREAD.itemsize * self.tells_spread
 
 
 class EpochSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +233,9 @@ class RegionLayout:
         )
         result_offset = _up(frame_offset + control.frame_slots * frame_bytes, _PAGE_BYTES)
         result_bytes = _up(
-            _HEADER_BYTES + control.rows_max * 8 + control.logit_rows * control.vocab * 4,
+            _HEADER_BYTES
+            + control.rows_max * control.result_row_bytes
+            + control.logit_rows * control.vocab * 4,
             LINE_BYTES,
         )
         digest_offset = _up(result_offset + control.frame_slots * result_bytes, _PAGE_BYTES)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from anyshard.layout import STRIPE_TREE
 from anyshard.ops.coefficients import KV_BLOCK, NORM_LANES, SCORE_LIMIT
 from anyshard.ops.digest import Digest, DigestKv, digest_panels
-from anyshard.ops.draw import argmax, exp_into, gumbel_argmax, philox_words
+from anyshard.ops.draw import argmax, exp_into, gumbel_argmax, philox_words, spread
 from anyshard.ops.exact import (
     EMPTY_MAX,
     F32,
@@ -58,6 +58,7 @@ __all__ = [
     "gumbel_argmax",
     "philox_words",
     "rms_norm",
+    "spread",
 ]
 
 

@@ -18,13 +18,14 @@ class Draft(msgspec.Struct, frozen=True):
 
     entropy: of the source's distribution, in nats. match: tokens of context that it goes by.
     source: which one, for figures and calibration. chance: that its source gives it, before anybody
-    has seen how such drafts turn out.
+    has seen how such drafts turn out. second: its next likeliest token there, -1 if it names none.
     """
 
     token: int
     entropy: float
     match: int
     source: str
+    second: int = -1
     chance: float = 0.5
 
 

@@ -1,9 +1,9 @@
 """How many drafts are worth their rows: those with which a token takes the least time.
 
 Survival of a draft is the chance that it and all before it are right, as a source's drafts of like
-length, entropy and depth have turned out so far; what rows cost is measured (`cost.py`). Rows are
-added, the likeliest first, while tokens to come over seconds to spend grows. Source:
-docs/speculation.md.
+length, entropy and depth, behind rows of which the model was as sure, have turned out so far; what
+rows cost is measured (`cost.py`). Rows are added, the likeliest first, while tokens to come over
+seconds to spend grows. Source: docs/speculation.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ENTROPY_EDGES: Final = (0.1, 0.3, 0.6, 1.2, 2.5)  # nats
 DEPTH_EDGES: Final = (1, 2, 4, 8)  # drafts before it: 0, 1, 2 to 3, 4 to 7, more
 DECAY: Final = 0.995  # of what is known, with each draft of the kind that turns out
 SHRINK: Final = 5.0  # drafts that the kind's parent counts for, and what the source says
+PART_SHRINK: Final = 16.0  # that a kind counts for, of its part by the model's entropy
 NEAR: Final = 0.9  # of the best rate, that fewer rows reach: what is known of it is no better
 FIRST_SURVIVAL: Final = 0.25  # least that is run before anything is measured
 SPAN: Final = 4  # rows by which the cost of one more is told
@@ -39,9 +40,18 @@ class Gate(Protocol):
         """Whether drafts of none of these are wanted now."""
         ...
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
-        """The chance of each that it will count. They follow `depth` drafts of their round, all of
-        which are right with chance `before`."""
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        are_ahead: bool = False,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
+        """The chance of each that it will count. They follow `depth` drafts that are under way, all
+        of which are right with chance `before`. are_ahead: in a frame of drafts alone.
+        target_entropy: of the model's row that drew the last token, in nats; NaN: unknown."""
         ...
 
     def count(
@@ -51,8 +61,11 @@ class Gate(Protocol):
         certain rows; of these there are none where rows of drafts are under way already."""
         ...
 
-    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
-        """A draft behind `depth` others, which were right, was or was not."""
+    def turned_out(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
+        """A draft behind `depth` others, which were right, was or was not. target_entropy: that it
+        was proposed with."""
         ...
 
     def round_over(self, source: str, gain: float) -> None:
@@ -76,7 +89,15 @@ class OpenGate:
         """See Gate."""
         return False
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        are_ahead: bool = False,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """See Gate: the first ones go first."""
         return [1.0 / (1 + depth + place) for place in range(len(drafts))]
 
@@ -86,7 +107,9 @@ class OpenGate:
         """See Gate."""
         return len(chances)
 
-    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+    def turned_out(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
         """See Gate."""
 
     def round_over(self, source: str, gain: float) -> None:
@@ -101,22 +124,23 @@ class OpenGate:
 
 
 class FixedGate(OpenGate):
-    """The first so many of each request, behind what is certain; in a frame of drafts alone, one
-    more in all."""
+    """The first so many of each request, behind what is certain; one more in a frame of drafts
+    alone."""
 
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        are_ahead: bool = False,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """See Gate."""
-        return super().survival(drafts[: self.most + 1], depth=depth, before=before)
-
-    def count(
-        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
-    ) -> int:
-        """See Gate; chances fall with depth, so these are the first of each."""
-        most = self.most * certain if certain else self.most + 1
-        return min(len(chances), most)
+        return super().survival(drafts[: self.most + are_ahead], depth=depth, before=before)
 
 
 @dataclass
@@ -136,34 +160,42 @@ class Calibrator:
     """How often drafts of a kind are right, given that all before them are.
 
     Each kind (source, length of match, entropy, depth) leans on that of its source and entropy, and
-    that on what the source says. Brier's error of what it said is kept beside.
+    that on what the source says; the part of a kind by the model's own entropy, where a draft was
+    proposed, leans on the kind. Brier's error of what it said is kept beside.
     """
 
     def __init__(self) -> None:
+        self._parts: dict[tuple[str, int, int, int, int], _Odds] = {}
         self._kinds: dict[tuple[str, int, int, int], _Odds] = {}
         self._parents: dict[tuple[str, int], _Odds] = {}  # by source and entropy
         self._squares, self._count = 0.0, 0
 
-    def _of(self, draft: Draft, depth: int) -> tuple[_Odds, _Odds]:
+    def _of(self, draft: Draft, depth: int, target_entropy: float) -> tuple[_Odds, _Odds, _Odds]:
         place = bisect_left(DEPTH_EDGES, depth + 1)
         entropy = bisect_left(ENTROPY_EDGES, draft.entropy)
+        target = bisect_left(ENTROPY_EDGES, target_entropy) if target_entropy >= 0 else -1
         kind = draft.source, min(draft.match, 8), entropy, place
         return (
+            self._parts.setdefault((*kind, target), _Odds()),
             self._kinds.setdefault(kind, _Odds()),
             self._parents.setdefault((draft.source, entropy), _Odds()),
         )
 
-    def chance(self, draft: Draft, depth: int) -> float:
-        """That it is right, with `depth` right ones before it."""
-        kind, parent = self._of(draft, depth)
+    def chance(self, draft: Draft, depth: int, *, target_entropy: float = math.nan) -> float:
+        """That it is right, with `depth` right ones before it. target_entropy: see Gate."""
+        part, kind, parent = self._of(draft, depth, target_entropy)
         base = (parent.hits + SHRINK * draft.chance) / (parent.hits + parent.misses + SHRINK)
-        return (kind.hits + SHRINK * base) / (kind.hits + kind.misses + SHRINK)
+        base = (kind.hits + SHRINK * base) / (kind.hits + kind.misses + SHRINK)
+        return (part.hits + PART_SHRINK * base) / (part.hits + part.misses + PART_SHRINK)
 
-    def learn(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+    def learn(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
         """It was right, or was not."""
-        self._squares += (self.chance(draft, depth) - is_hit) ** 2
+        chance = self.chance(draft, depth, target_entropy=target_entropy)
+        self._squares += (chance - is_hit) ** 2
         self._count += 1
-        for odds in self._of(draft, depth):
+        for odds in self._of(draft, depth, target_entropy):
             odds.add(is_hit)
 
     @property
@@ -205,13 +237,21 @@ class SurvivalGate:
         """See Gate."""
         return all(source in self._worth and self._worth[source].muted for source in sources)
 
-    def survival(self, drafts: Sequence[Draft], *, depth: int, before: float) -> list[float]:
+    def survival(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        depth: int,
+        before: float,
+        are_ahead: bool = False,
+        target_entropy: float = math.nan,
+    ) -> list[float]:
         """See Gate."""
         if not drafts or self._worth.setdefault(drafts[0].source, _Worth()).muted:
             return []
         found = []
         for place, draft in enumerate(drafts, depth):
-            before *= self.calibrator.chance(draft, place)
+            before *= self.calibrator.chance(draft, place, target_entropy=target_entropy)
             found.append(before)
         return found
 
@@ -253,10 +293,12 @@ class SurvivalGate:
         fitting = rows * (1 + math.ceil(costs.latency.of(rows) / costs.interval(rows)))
         return 0 if under_way >= fitting else max(0, rows - certain)
 
-    def turned_out(self, draft: Draft, depth: int, *, is_hit: bool) -> None:
+    def turned_out(
+        self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
+    ) -> None:
         """See Gate."""
         self._right += (is_hit - self._right) / 64
-        self.calibrator.learn(draft, depth, is_hit=is_hit)
+        self.calibrator.learn(draft, depth, is_hit=is_hit, target_entropy=target_entropy)
 
     def round_over(self, source: str, gain: float) -> None:
         """See Gate."""

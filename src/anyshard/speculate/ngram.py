@@ -9,6 +9,7 @@ to one, where its share of counts would be 1 and could gate nothing.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -71,8 +72,10 @@ class NgramTable:
             mass, rest, match = self.after(context)
             if match < LEAST_MATCH:
                 break
-            token = min(mass, key=lambda each: (-mass[each], each))
-            found.append(Draft(token, self._entropy(mass, rest), match, "text", mass[token]))
+            best = heapq.nsmallest(2, mass, key=lambda each: (-mass[each], each))
+            token, second = best[0], best[1] if len(best) > 1 else -1
+            entropy = self._entropy(mass, rest)
+            found.append(Draft(token, entropy, match, "text", second, mass[token]))
             context = [*context[1 - ORDERS :], token]
         return found
 
@@ -132,7 +135,7 @@ class NgramStore:
             if count and int(self._keys[place]) == key:
                 escape = 1.0 / (count + 1)
                 entropy = -(1 - escape) * math.log(1 - escape) - escape * math.log(escape / vocab)
-                return Draft(int(self._tokens[place]), entropy, order, "store", 1 - escape)
+                return Draft(int(self._tokens[place]), entropy, order, "store", chance=1 - escape)
         return None
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from anyshard.ops.spread import UNKNOWN, Spread
 from anyshard.request import Sampling
 from anyshard.speculate.cost import Costs, predicted_s
 from anyshard.speculate.drafter import Draft, Drafter
@@ -32,6 +33,11 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     stage. rows_in_flight: mean of those under way when a result came, and as many of them as count
     in the end. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
     predicted from a draft's chance, rows of a frame, and what frames take.
+
+    Of the drafts that were wrong: near_misses were the model's runner-up there, of runner_ups of
+    which that is known; rescued counts those whose source's second choice was the token drawn, of
+    second_choices that had one: what a branch would have saved. target_entropy (nats) and
+    target_margin: means over all tokens drawn, None if unknown.
     """
 
     rounds: int
@@ -47,6 +53,12 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     calibration_error: float | None
     token_ms: float | None
     predicted_token_ms: float | None
+    near_misses: int
+    runner_ups: int
+    rescued: int
+    second_choices: int
+    target_entropy: float | None
+    target_margin: float | None
 
     @property
     def wasted_rows(self) -> int:
@@ -89,23 +101,47 @@ class _Counts:
     void_rows: int = 0
     looks: int = 0
     rows_seen: int = 0
+    near_misses: int = 0
+    runner_ups: int = 0
+    rescued: int = 0
+    second_choices: int = 0
+    spreads: int = 0  # that are known
+    entropy: float = 0.0  # of these together
+    margin: float = 0.0
+
+    def drawn(self, spread: Spread) -> None:
+        if spread.entropy >= 0:
+            self.spreads += 1
+            self.entropy += spread.entropy
+            self.margin += spread.margin
+
+    def refuted(self, draft: Draft, token: int, spread: Spread) -> None:
+        self.runner_ups += spread.runner_up >= 0
+        self.near_misses += spread.runner_up == draft.token
+        self.second_choices += draft.second >= 0
+        self.rescued += draft.second == token
+
+    def a_token(self, total: float) -> float | None:
+        return round(total / self.spreads, 4) if self.spreads else None
 
 
 class _UnderWay(NamedTuple):
-    """A draft, its place behind what was certain, how many were under way before it, and the chance
-    that it is right if those are."""
+    """A draft, its place behind what was certain, how many were under way before it, the chance
+    that it is right if those are, and the model's entropy when it was proposed."""
 
     draft: Draft
     place: int
     depth: int
     chance: float
+    entropy: float
 
 
 @dataclass
 class _Line:
-    """Of one request: drafts under way; of its round, how many drafts there were, whose, since
-    when, and what it has brought."""
+    """Of one request: the entropy of the row that drew its last token; drafts under way; of its
+    round, how many drafts there were, whose, since when, and what it has brought."""
 
+    entropy: float = math.nan
     drafts: deque[_UnderWay] = field(default_factory=deque)
     place: int = 0
     source: str = ""
@@ -163,7 +199,11 @@ class Speculator:
             drafts = self.drafter.propose(request_id, min(room[request_id], rows), after=after)
             proposed[request_id] = drafts
             chances[request_id] = self.gate.survival(
-                drafts, depth=len(after), before=math.prod(each.chance for each in line.drafts)
+                drafts,
+                depth=len(after),
+                before=math.prod(each.chance for each in line.drafts),
+                are_ahead=are_ahead,
+                target_entropy=line.entropy,
             )
             if chances[request_id]:
                 heap.append((-chances[request_id][0], request_id, 0))
@@ -211,8 +251,8 @@ class Speculator:
             counts.drafted_rounds += 1
         before = math.prod(each.chance for each in line.drafts)
         for draft, chance in zip(drafts, chances, strict=False):
-            under_way = _UnderWay(draft, line.place, len(line.drafts), chance / max(before, 1e-99))
-            line.drafts.append(under_way)
+            own = chance / max(before, 1e-99)
+            line.drafts.append(_UnderWay(draft, line.place, len(line.drafts), own, line.entropy))
             counts.proposed[min(line.place, len(counts.proposed) - 1)] += 1
             line.place, before = line.place + 1, chance
         return tuple(draft.token for draft in drafts)
@@ -221,14 +261,19 @@ class Speculator:
         self,
         request_id: int,
         tokens: Sequence[int],
+        spreads: Sequence[Spread] = (),
         *,
         now_s: float,
         is_over: bool,
         is_ahead: bool = False,
     ) -> None:
-        """Tokens that a frame of a request has brought, all but the last of them drafts; whether
-        its answer ends with them, and whether its first row was a draft as well."""
+        """Tokens that a frame of a request has brought, all but the last of them drafts, and the
+        spread of each, if known; whether its answer ends with them, and whether its first row was a
+        draft as well."""
         counts = self._counts
+        spreads = spreads or [UNKNOWN] * len(tokens)
+        for spread in spreads:
+            counts.drawn(spread)
         counts.rounds += not is_ahead
         self.gate.passed(len(tokens))
         line = self._lines.get(request_id)
@@ -238,17 +283,19 @@ class Speculator:
         for number, token in enumerate(tokens):
             if not line.drafts or (is_over and number == len(tokens) - 1):
                 break
-            draft, place, depth, _ = line.drafts.popleft()
+            draft, place, depth, _, entropy = line.drafts.popleft()
             is_hit = draft.token == token
-            self.gate.turned_out(draft, depth, is_hit=is_hit)
+            self.gate.turned_out(draft, depth, is_hit=is_hit, target_entropy=entropy)
             if is_hit:
                 counts.hits += 1
                 counts.accepted[min(place, len(counts.accepted) - 1)] += 1
                 continue
+            counts.refuted(draft, token, spreads[number])
             counts.rollbacks += 1
             counts.rollback_rows += 1 + len(line.drafts)
             line.drafts.clear()
         self.drafter.extend(request_id, tokens)
+        line.entropy = spreads[-1].entropy
         if line.drafts:
             return
         if line.source and line.plain_s and not is_over:
@@ -287,6 +334,12 @@ class Speculator:
             calibration_error=gate.calibrator.error if isinstance(gate, SurvivalGate) else None,
             token_ms=None if token_s is None else round(1e3 * token_s, 4),
             predicted_token_ms=None if predicted is None else round(1e3 * predicted, 4),
+            near_misses=counts.near_misses,
+            runner_ups=counts.runner_ups,
+            rescued=counts.rescued,
+            second_choices=counts.second_choices,
+            target_entropy=counts.a_token(counts.entropy),
+            target_margin=counts.a_token(counts.margin),
         )
 
     def _predicted_s(self) -> float | None:
