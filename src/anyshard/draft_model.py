@@ -9,6 +9,7 @@ Source: docs/speculation.md. Held by: test_draft_model.py.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
