@@ -193,6 +193,27 @@ def test_rows_of_wrong_drafts_that_are_left_counted_change_the_answer() -> None:
     assert whole == got, "nothing goes back where no draft is wrong"
 
 
+class OneOffset(Worker):
+    """Of a frame of drafts the first request's rows are in their place, and say where all others
+    are."""
+
+    def _take(self, frame):  # type: ignore[no-untyped-def]
+        super()._take(frame)
+        rows = len(frame.rows)
+        if 1 < rows <= 16 and len(set(frame.rows["slot"].tolist())) > 1:
+            first = int(frame.rows["position"][0])
+            drafts = [
+                row for row in range(1, rows) if self.positions[row] > self.positions[row - 1]
+            ]
+            for row in drafts:
+                self.positions[row] = min(first + 1, int(self.positions[row]))
+
+
+def test_one_offset_for_all_requests_changes_the_answer() -> None:
+    whole, got = run_planted(body=rank_body(OneOffset))
+    assert whole != got
+
+
 def test_a_draft_that_is_taken_unseen_changes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if equality were not asked for."""
     next_tick = engine_module.next_tick

