@@ -150,6 +150,8 @@ def test_hosts_compare_every_byte_that_a_file_stores(tmp_path: Path) -> None:
     agree("host 1", mine, mine)
     with pytest.raises(UserError, match=r"host 1 has other weights: its file has the hash \w{12}"):
         agree("host 1", mine, theirs)
+    with pytest.raises(UserError, match=r"its file has the hash  \[2J, the one here"):
+        agree("host 1", mine, LoadReport(content_sha256="\x1b[2J").encoded())
     with pytest.raises(UserError, match="host 1 does not say what it has loaded"):
         agree("host 1", mine, b"\xc1")
 

@@ -28,9 +28,11 @@ from anyshard.launcher.meeting import (
     Alive,
     FrameOut,
     Hello,
+    HostChannel,
     Leave,
     Ping,
     Pong,
+    Refused,
     VoidOut,
     Welcome,
     connect,
@@ -131,6 +133,13 @@ def test_of_a_rank_that_others_miss_its_own_host_has_the_word() -> None:
         with pytest.raises(PeerLost, match=r"^rank 1 was killed by signal 9") as caught:
             group.poll()
         assert caught.value.rank == 1
+    with head_of((1, 0)) as (group, _, (member,)):
+        for rank, name in ((0, r"host 1 \(10.0.0.2\): "), (1, "")):
+            member.lost = RankLost(5, rank, "\x1b[2Jgone", 0, ["\x1b[2J"])
+            with pytest.raises(PeerLost, match=rf"^{name} \[2Jgone") as caught:
+                group.poll()
+            assert caught.value.exit_code == 5, "whatever the member says"
+            assert all(line.isprintable() for line in str(caught.value).splitlines())
 
 
 def test_a_member_gets_its_own_place_and_is_waited_for_until_its_ranks_have_gone() -> None:
@@ -241,6 +250,24 @@ def test_clocks_are_compared_in_the_middle_of_the_quickest_trip(
     member = Member(wire)
     member.join(Hello(1, 2, "1", "scalar", ""), patience_s=5.0)
     assert member._clock_ns == 10**9
+
+
+@pytest.mark.parametrize("what", ["refuses", "garbage"])
+def test_what_a_head_says_does_not_steer_the_terminal_of_a_member(what: str) -> None:
+    with listen("127.0.0.1", 0) as listening:
+        mine = HostChannel(socket.create_connection(listening.getsockname()))
+        head = listening.accept()[0]
+    words = Refused("\x1b[2Jno") if what == "refuses" else {"type": "\x1b[2Jno"}
+    head.sendall(framed(msgspec.msgpack.encode(words)))
+    kind, said = {
+        "refuses": (UserError, r"^host 0 refuses this one:  \[2Jno$"),
+        "garbage": (PeerLost, r"^what answers as host 0 \(127.0.0.1\) is no anyshard: .*\[2Jno"),
+    }[what]
+    with pytest.raises(kind, match=said) as caught:
+        Member(mine).join(Hello(1, 2, "1", "scalar", ""), patience_s=5.0)
+    assert str(caught.value).isprintable()
+    mine.close()
+    head.close()
 
 
 # --- what a member does ---

@@ -330,7 +330,7 @@ def test_a_member_that_does_not_load_is_named(what: str) -> None:
         elif what == "gone":
             other.close()
         elif what == "garbage":
-            other._connection.sendall(framed(msgspec.msgpack.encode({"type": "none"})))
+            other._connection.sendall(framed(msgspec.msgpack.encode({"type": "\x1b[2Jnone"})))
         elif what == "wrong":
             other.send(Welcome(b""))
         thread.join(10)
@@ -347,6 +347,7 @@ def test_a_member_that_does_not_load_is_named(what: str) -> None:
     }
     kind, words = want[what]
     assert isinstance(error, kind) and str(error).startswith(words)
+    assert str(error).isprintable()
     assert error.exit_code in (1, 2, 5)  # type: ignore[attr-defined]
 
 

@@ -169,6 +169,8 @@ def test_the_file_gives_back_what_went_into_it_and_perfetto_its_lanes(tmp_path: 
         ]
         assert (back.name, back.layers, back.schedule) == (run.name, run.layers, run.schedule)
         assert back.micro_batches == 2 and back.links == ("10 ms",)
+        starts = [[int(each.events["start"][0]) for each in r.ranks] for r in (run, back)]
+        assert starts[0][1] - starts[0][0] == starts[1][1] - starts[1][0], "one zero for all ranks"
         assert [rank.lost for rank in back.ranks] == [0, 4]
         assert back.ranks[0].sent == back.ranks[0].ledger == (80, 2)
         assert [len(rank.events) for rank in back.ranks] == [6, 8]

@@ -258,7 +258,7 @@ class HostGroup:
             why = "" if str(error) == GONE else f": {error}"
             member.gone = f"{member.name} has closed its connection{why}"
         except (AnyshardError, msgspec.DecodeError) as error:
-            member.gone = f"{member.name} sent what is no message: {error}"
+            member.gone = printable(f"{member.name} sent what is no message: {error}")
         except Exception as error:  # noqa: BLE001  the front is told; this may be another thread
             member.gone = f"{member.name} cannot be heard: {type(error).__name__}: {error}"
         member.words += 1
@@ -403,7 +403,7 @@ class HostGroup:
             if member.lost is not None:
                 if self._is_of(member.lost.rank, member.host):
                     self._raise_lost(member)
-                noticed = PeerLost(member.lost.reason, rank=member.lost.rank)
+                noticed = PeerLost(printable(member.lost.reason), rank=member.lost.rank)
             if member.gone or member.failed:
                 self._raise_failed()
         self._raise_silent()
