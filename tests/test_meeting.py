@@ -108,7 +108,10 @@ def head_of(hosts: tuple[int, ...]) -> Iterator[tuple[HostGroup, Local, list[_Me
         tell=lambda _: None, join_s=1.0,
     )  # fmt: skip
     local: Any = Local()
-    members: list[_Member] = [_Member(number, Near(number)) for number in numbers]  # type: ignore[arg-type]
+    members: list[_Member] = []
+    for number in numbers:
+        near: Any = Near(number)
+        members.append(_Member(number, near))
     group = HostGroup(local, listen("127.0.0.1", 0), terms, deadline_s=5.0)
     group._stop_listening()
     group._members = {member.host: member for member in members}
@@ -139,7 +142,8 @@ def test_of_a_rank_that_others_miss_its_own_host_has_the_word() -> None:
             with pytest.raises(PeerLost, match=rf"^{name} \[2Jgone") as caught:
                 group.poll()
             assert caught.value.exit_code == 5, "whatever the member says"
-            assert all(line.isprintable() for line in str(caught.value).splitlines())
+            said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+            assert all(line.isprintable() for each in said for line in each.splitlines())
 
 
 def test_a_member_gets_its_own_place_and_is_waited_for_until_its_ranks_have_gone() -> None:
