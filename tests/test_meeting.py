@@ -146,6 +146,41 @@ def test_of_a_rank_that_others_miss_its_own_host_has_the_word() -> None:
             assert all(line.isprintable() for each in said for line in each.splitlines())
 
 
+def test_a_member_that_stops_in_the_middle_of_a_message_is_named_and_no_other() -> None:
+    is_over = threading.Event()
+    with head_of((1, 2, 0)) as (group, _, members), listen("127.0.0.1", 0) as listening:
+        far = []
+        for member in members:
+            member.channel.close()
+            far.append(HostChannel(socket.create_connection(listening.getsockname())))
+            member.channel = HostChannel(listening.accept()[0])
+        group._deadline_s = 0.2
+
+        def lives() -> None:
+            while not is_over.wait(0.05):
+                far[0].send(Alive())
+
+        far[1]._connection.sendall(framed(bytes(100))[:50])
+        alive = threading.Thread(target=lives)
+        group._hearing = threading.Thread(target=group._listen_on)
+        group._hearing.start()
+        try:
+            until = time.monotonic() + 5
+            while group._heard_now is not members[1]:
+                assert time.monotonic() < until
+            alive.start()
+            group._begin_patience()
+            with pytest.raises(PeerLost, match=r"^host 2 \(127.0.0.1\) has given no sign of life"):
+                while time.monotonic() < until:
+                    group.poll()
+                    time.sleep(0.02)
+        finally:
+            is_over.set()
+            alive.join()
+            for channel in far:
+                channel.close()
+
+
 def test_a_member_gets_its_own_place_and_is_waited_for_until_its_ranks_have_gone() -> None:
     sizes = regions(BODIES[0])[0].sizes
     with head_of((1, 1, 0, 0)) as (group, local, (member,)):
