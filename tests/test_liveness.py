@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from test_comm import BODIES, KINDS, Body, Work, rows, running, serve, sizes
 
-from anyshard.comm.base import Comm
+from anyshard.comm.base import Comm, EpochAborted
 from anyshard.comm.control import RankStatus
 from anyshard.comm.liveness import Liveness, Patience, processor_sign
 from anyshard.comm.region import EpochRegion
+from anyshard.comm.signals import ABORTED, LATE, REACHED
+from anyshard.comm.waiting import outwait
 from anyshard.errors import PeerLost
 from anyshard.launcher import Seat
 
@@ -125,6 +128,32 @@ def test_whoever_waits_is_not_the_culprit() -> None:
 
 
 @pytest.mark.ranks
+def test_who_waits_says_for_whom_and_no_longer_than_that() -> None:
+    """Else it would be forgiven its silence later, and another be named."""
+    liveness = Liveness(EpochRegion.create(sizes(tp=3), 1, shared=False))
+    said: list[int | None] = []
+
+    class Waits:
+        def __init__(self, *comes: int) -> None:
+            self.comes = list(comes)
+
+        def wait(self, value: int, timeout_us: int) -> int:
+            said.append(liveness.waiting_for(0))
+            return self.comes.pop(0)
+
+    def wait(waiter: Any) -> None:
+        outwait(
+            liveness, waiter, value=1, status=LATE + 1, senders=(1, 2), rank=0, deadline_s=30.0,
+            slice_us=1, what="a test",
+        )  # fmt: skip
+
+    wait(Waits(LATE + 1, LATE, REACHED))
+    assert said == [2, 2, 1] and liveness.waiting_for(0) is None
+    with pytest.raises(EpochAborted):
+        wait(Waits(ABORTED))
+    assert said[3:] == [2] and liveness.waiting_for(0) is None
+
+
 def test_wanting_a_processor_is_a_sign_of_life_and_being_stopped_is_none() -> None:
     spinning = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(spinning) as process:

@@ -24,7 +24,15 @@ from anyshard.comm.signals import LATE, REACHED
 from anyshard.errors import AnyshardError, PeerLost, UserError
 from anyshard.launcher.channel import ChannelClosed, Failed, Loaded
 from anyshard.launcher.hosts import HostGroup, Terms
-from anyshard.launcher.meeting import Hello, HostChannel, Ping, Pong, Refused, Welcome, listen
+from anyshard.launcher.meeting import (
+    Hello,
+    HostChannel,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+    listen,
+)
 from anyshard.launcher.member import Member
 from anyshard.ops import native_module
 from anyshard.trace import EVENT
@@ -102,6 +110,7 @@ def test_a_frame_goes_over_and_what_ranks_say_comes_back(body: str) -> None:
     into.put(1, sighting)
     assert waiter.wait(2, 0) == REACHED
     for rank in (0, 1):
+        assert head.status(rank)["relayed"][0] == sighting.ranks[rank].sign
         assert (head.digests(1, rank)[:3] == 70 + rank).all()
         assert not head.digests(1, rank)[3:].any()
         assert head.status(rank)["operations"][0] >= 1
@@ -168,6 +177,11 @@ def test_a_rank_that_goes_on_is_seen_to_though_another_of_its_host_does_not() ->
         assert each is not None
         into.put(1, each)
     assert waiters[1].wait(3, 0) == REACHED and waiters[0].wait(1, 0) == LATE
+    signals[0].publish(CHANNEL_READY, 1, (member.front,))
+    started = time.monotonic()
+    last = mirror.look(5_000_000)
+    assert last is not None and last.asked == [1, 3]
+    assert time.monotonic() - started < 2, "nobody waits for the rank that is ahead"
 
 
 def test_the_head_judges_ranks_of_all_hosts_and_others_only_their_own() -> None:
@@ -239,6 +253,11 @@ def gathering(
         group.close()
 
 
+def framed(body: bytes) -> bytes:
+    """As it stands on a connection: its length, no descriptors, and itself."""
+    return len(body).to_bytes(4, "little") + bytes(4) + body
+
+
 def comes(port: int, number: int, *, version: str = "1", nnodes: int = 3) -> HostChannel:
     channel = HostChannel(socket.create_connection(("127.0.0.1", port)))
     channel.send(Hello(number, nnodes, version, "scalar", ""))
@@ -260,7 +279,8 @@ def test_a_head_takes_each_host_once_and_refuses_others_by_name() -> None:
         for words, channel in wrong.items():
             assert channel.receive(5.0) == Refused(words)
             channel.close()
-        for garbage in (b"\x00" * 8, b"\xff" * 64, b"\x05\x00\x00\x00\x00\x00\x00\x00hello"):
+        ping = msgspec.msgpack.encode(Ping())  # a word of ours, and no first one
+        for garbage in (b"\x00" * 8, b"\xff" * 64, framed(b"hello"), framed(ping)):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(garbage)
         silent = socket.create_connection(("127.0.0.1", port))  # and keeps nobody waiting
@@ -274,6 +294,8 @@ def test_a_head_takes_each_host_once_and_refuses_others_by_name() -> None:
             channel.send(Loaded(b"mine"))
         thread.join(5)
         assert not ended and time.monotonic() - started < 3
+        with pytest.raises(ConnectionRefusedError):  # nobody else is wanted
+            socket.create_connection(("127.0.0.1", port))
         silent.close()
         first.close()
         second.close()
@@ -281,18 +303,21 @@ def test_a_head_takes_each_host_once_and_refuses_others_by_name() -> None:
 
 
 def test_a_member_with_other_weights_is_told_and_ends_the_run() -> None:
-    with gathering([], nnodes=2) as (port, thread, ended):
-        other = comes(port, 1, nnodes=2)
-        assert other.receive(5.0) == Welcome(b"share")
-        other.send(Loaded(b"theirs"))
-        assert other.receive(5.0) == Refused("host 1 (127.0.0.1) has b'theirs'")
+    """Though another one has the right ones."""
+    with gathering([]) as (port, thread, ended):
+        right, other = comes(port, 1), comes(port, 2)
+        for channel, loaded in ((right, b"mine"), (other, b"theirs")):
+            assert channel.receive(5.0) == Welcome(b"share")
+            channel.send(Loaded(loaded))
+        assert other.receive(5.0) == Refused("host 2 (127.0.0.1) has b'theirs'")
         thread.join(5)
+        right.close()
         other.close()
     (error,) = ended
     assert isinstance(error, UserError) and error.exit_code == 2
 
 
-@pytest.mark.parametrize("what", ["failed", "gone", "garbage", "wrong", "never"])
+@pytest.mark.parametrize("what", ["failed", "steers", "gone", "garbage", "wrong", "never"])
 def test_a_member_that_does_not_load_is_named(what: str) -> None:
     with gathering([], nnodes=2, join_s=1.0) as (port, thread, ended):
         if what != "never":
@@ -300,11 +325,12 @@ def test_a_member_that_does_not_load_is_named(what: str) -> None:
             assert other.receive(5.0) == Welcome(b"share")
         if what == "failed":
             other.send(Failed(True, "no memory", 2))
+        elif what == "steers":  # a terminal, and what a caller takes for success
+            other.send(Failed(False, "\x1b[2Jall is well", 0))
         elif what == "gone":
             other.close()
         elif what == "garbage":
-            body = msgspec.msgpack.encode({"type": "none"})
-            other._connection.sendall(len(body).to_bytes(4, "little") + bytes(4) + body)
+            other._connection.sendall(framed(msgspec.msgpack.encode({"type": "\x1b[2Jnone"})))
         elif what == "wrong":
             other.send(Welcome(b""))
         thread.join(10)
@@ -313,6 +339,7 @@ def test_a_member_that_does_not_load_is_named(what: str) -> None:
     (error,) = ended
     want: dict[str, tuple[type[BaseException], str]] = {
         "failed": (UserError, "host 1 (127.0.0.1): no memory"),
+        "steers": (AnyshardError, "host 1 (127.0.0.1):  [2Jall is well"),
         "gone": (PeerLost, "host 1 (127.0.0.1) has closed its connection"),
         "garbage": (PeerLost, "host 1 (127.0.0.1) sent what is no message: "),
         "wrong": (PeerLost, "host 1 (127.0.0.1) sent what is no message: a Welcome"),
@@ -320,6 +347,8 @@ def test_a_member_that_does_not_load_is_named(what: str) -> None:
     }
     kind, words = want[what]
     assert isinstance(error, kind) and str(error).startswith(words)
+    assert str(error).isprintable()
+    assert error.exit_code in (1, 2, 5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("ahead_ns", [10**15, -(10**12)])
@@ -366,11 +395,24 @@ def test_what_answers_in_place_of_a_head_is_named(what: str) -> None:
     other.close()
 
 
-def test_a_channel_that_is_closed_wakes_its_reader() -> None:
+def test_a_channel_that_is_closed_wakes_its_readers_at_both_ends() -> None:
     with listen("127.0.0.1", 0) as listening:
         mine = HostChannel(socket.create_connection(listening.getsockname()))
         theirs = HostChannel(listening.accept()[0])
+    heard: list[BaseException] = []
+
+    def listens() -> None:
+        try:
+            theirs.receive(5.0)
+        except ChannelClosed as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=listens)
+    thread.start()
+    time.sleep(0.05)
     theirs.close()
+    thread.join(2)
+    assert not thread.is_alive() and heard
     with pytest.raises(ChannelClosed):
         mine.receive(5.0)
     mine.close()

@@ -278,6 +278,33 @@ def test_a_hop_is_opened_as_it_was_sealed_and_one_of_an_earlier_epoch_is_dropped
     assert open_hop(header, values, HopTag(6, 9), **here) is None
 
 
+def test_a_hop_between_hosts_was_sent_by_the_clock_of_who_receives_it() -> None:
+    """Each knows what the clock of the head is ahead of its own: here the sender's is 7 s behind
+    that, and the receiver's, this test's own, 3 s before it."""
+    values = np.arange(24, dtype=np.uint8)
+    before = time.monotonic_ns()
+    header = message(values, HopTag(5, 9, clock_ns=7 * 10**9))
+    receiver = HopTag(5, 9, clock_ns=-3 * 10**9)
+    sent = open_hop(header, values, receiver, num_bytes=24, here=1, sender=0)
+    assert sent is not None
+    assert before <= sent - 10 * 10**9 <= time.monotonic_ns()
+
+
+def test_a_hop_without_rows_is_of_a_void_frame_only_where_one_may_be() -> None:
+    values = np.arange(24, dtype=np.uint8)
+    header, here = message(values[:0], HopTag(5, 9)), {"num_bytes": 24, "here": 1, "sender": 0}
+    may = HopTag(5, 9, may_be_void=True)
+    assert open_hop(header, values, may, **here) is not None and may.is_void
+    with pytest.raises(
+        AnyshardError, match="expects 24 bytes of frame 9 of epoch 5, rank 0 sent 0"
+    ):
+        open_hop(header, values, HopTag(5, 9), **here)
+    with pytest.raises(AnyshardError, match="expects 0 bytes of frame 8 of epoch 5, rank 0 sent 0"):
+        open_hop(header, values, HopTag(5, 8, may_be_void=True), **here)
+    assert open_hop(message(values, may), values, may, **here) is not None
+    assert not may.is_void, "the next one has rows"
+
+
 @pytest.mark.parametrize(
     ("tag", "num_bytes", "said"),
     [

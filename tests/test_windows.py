@@ -27,7 +27,7 @@ from test_speculate import (
 
 from anyshard import engine as engine_module
 from anyshard import flight as flight_module
-from anyshard.comm.base import EpochAborted, WireSizes
+from anyshard.comm.base import EpochAborted, Place, WireSizes
 from anyshard.comm.control import FrontControl
 from anyshard.comm.link import LinkSpec
 from anyshard.comm.region import ControlSizes, EpochRegion, EpochSizes
@@ -423,6 +423,23 @@ def test_the_first_rank_of_a_stage_is_waited_for_no_longer_than_the_deadline() -
     voids.begin(1)
     with pytest.raises(PeerLost, match=r"rank 1 waited 0\.2 s for rank 0 in a word on whether"):
         voids.settle(is_handed_on=False)
+
+
+def test_a_stage_over_several_hosts_goes_by_the_stage_before_it_alone() -> None:
+    """Its ranks share no mapping, in which one could say what it has seen."""
+    wires = WireSizes(tp=2, pp=2, hosts=(1, 0, 1, 1))
+    control = ControlSizes(rows_max=4, pages_max=4, frame_slots=5)
+    for rank, host, waits in ((0, 1, False), (1, 0, False), (3, 1, True)):
+        region = EpochRegion.create(
+            EpochSizes(wires=wires, control=control), 1, shared=False, place=Place(host=host)
+        )
+        voids = Voids(region, rank=rank, deadline_s=30.0)
+        assert (voids._waiter is not None) == waits
+        for sequence, is_handed_on in ((4, True), *([] if waits else [(5, False)])):
+            publish_void(region, sequence)
+            voids.begin(sequence)
+            voids.settle(is_handed_on=is_handed_on)
+            assert voids.is_void == is_handed_on
 
 
 # --- sessions and ends ---------------------------------------------------------------------------

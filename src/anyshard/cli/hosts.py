@@ -96,9 +96,10 @@ def agree(name: str, mine: bytes, theirs: bytes) -> None:
     except msgspec.DecodeError as error:
         raise UserError(f"{name} does not say what it has loaded: {error}") from None
     if here.content_sha256 != there.content_sha256:
+        hashes = printable(there.content_sha256[:12]), here.content_sha256[:12]
         raise UserError(
-            f"{name} has other weights: its file has the hash {there.content_sha256[:12]}, the one "
-            f"here {here.content_sha256[:12]}; copy the same file to both"
+            f"{name} has other weights: its file has the hash {hashes[0]}, the one here "
+            f"{hashes[1]}; copy the same file to both"
         )
     if there.note:
         say(printable(f"{name}: {there.note}"))

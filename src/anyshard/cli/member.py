@@ -39,7 +39,14 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
     Raises: UserError where this host or the head refuses, PeerLost.
     """
     from anyshard.checkpoint import open_checkpoint
-    from anyshard.launcher import Hello, Member, connect, interface_of, interface_text
+    from anyshard.launcher import (
+        Hello,
+        Member,
+        connect,
+        interface_of,
+        interface_text,
+        printable,
+    )
     from anyshard.ops import choose_body
 
     assert flags.master_addr is not None and flags.node_rank is not None
@@ -55,7 +62,8 @@ def run_member(model: str | None, split: SplitFlags, flags: HostFlags) -> int:
         try:
             share = msgspec.msgpack.decode(told, type=Share)
         except msgspec.DecodeError as error:
-            raise PeerLost(f"host 0 does not say what to load: {error}") from None
+            text = printable(f"host 0 does not say what to load: {error}")
+            raise PeerLost(text) from None
         say(
             f"host {flags.node_rank} of {flags.num_hosts} has joined {channel.peer} from "
             f"{channel.here}{interface_text(interface)}"
@@ -79,6 +87,7 @@ class _Host:
     def __init__(
         self, checkpoint: Checkpoint, split: SplitFlags, share: Share, number: int
     ) -> None:
+        from anyshard.launcher import printable
         from anyshard.loading import profile_of
 
         config = checkpoint.config
@@ -91,7 +100,8 @@ class _Host:
         if share.profile_sha256 != self.profile.sha256():
             raise UserError(
                 f"the profile here is {self.profile.sha256()[:12]}, on host 0 "
-                f"{share.profile_sha256[:12]}: its constants differ; install the same anyshard"
+                f"{printable(share.profile_sha256[:12])}: its constants differ; install the same "
+                "anyshard"
             )
         _refuse_other_flags(split, share)
         self.programs = self._programs(share.layout)

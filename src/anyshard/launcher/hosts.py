@@ -130,6 +130,7 @@ class HostGroup:
         self._is_closing = False
         self._hearing: threading.Thread | None = None
         self._patience: dict[int, Patience] = {}
+        self._heard_now: _Member | None = None
 
     def wait_loaded(
         self, progress: Progress | None = None, *, deadline_s: float | None = None
@@ -250,6 +251,7 @@ class HostGroup:
 
     def _hear(self, member: _Member) -> None:
         """One message of a member."""
+        self._heard_now = member
         try:
             message = member.channel.receive(0.0)
             if message is not None:
@@ -258,11 +260,12 @@ class HostGroup:
             why = "" if str(error) == GONE else f": {error}"
             member.gone = f"{member.name} has closed its connection{why}"
         except (AnyshardError, msgspec.DecodeError) as error:
-            member.gone = f"{member.name} sent what is no message: {error}"
+            member.gone = printable(f"{member.name} sent what is no message: {error}")
         except Exception as error:  # noqa: BLE001  the front is told; this may be another thread
             member.gone = f"{member.name} cannot be heard: {type(error).__name__}: {error}"
         member.words += 1
         member.heard.set()
+        self._heard_now = None
 
     def _take(self, member: _Member, message: HostMessage) -> None:
         mirror = self._mirror
@@ -333,8 +336,11 @@ class HostGroup:
         }
 
     def _raise_silent(self) -> None:
+        """A member that stops in the middle of a message keeps what others say from being heard: it
+        is the silent one."""
         for member in self._all:
-            if self._patience[member.host].is_over(member.words):
+            is_over = self._patience[member.host].is_over(member.words)
+            if is_over and self._heard_now in (None, member):
                 raise PeerLost(
                     f"{member.name} has given no sign of life for {self._deadline_s:g} s",
                     rank=self._first_rank(member),
@@ -403,7 +409,7 @@ class HostGroup:
             if member.lost is not None:
                 if self._is_of(member.lost.rank, member.host):
                     self._raise_lost(member)
-                noticed = PeerLost(member.lost.reason, rank=member.lost.rank)
+                noticed = PeerLost(printable(member.lost.reason), rank=member.lost.rank)
             if member.gone or member.failed:
                 self._raise_failed()
         self._raise_silent()

@@ -46,6 +46,7 @@ from anyshard.launcher.meeting import (
     Refused,
     VoidOut,
     Welcome,
+    printable,
 )
 from anyshard.launcher.seat import REFUSALS, Progress, Start, error_text
 
@@ -245,9 +246,10 @@ class Member:
         except ChannelClosed as error:
             raise self._gone(error) from error
         except (AnyshardError, msgspec.DecodeError) as error:
-            raise PeerLost(f"what answers as {self._head} is no anyshard: {error}") from error
+            text = printable(f"what answers as {self._head} is no anyshard: {error}")
+            raise PeerLost(text) from error
         if isinstance(message, Refused):
-            raise UserError(f"host 0 refuses this one: {message.message}")
+            raise UserError(printable(f"host 0 refuses this one: {message.message}"))
         return message
 
     @property
