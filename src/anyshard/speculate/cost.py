@@ -13,6 +13,7 @@ from typing import Final
 __all__ = ["Costs", "RowCost", "predicted_s"]
 
 FIRST_ROW: Final = 0.04  # of a step of one row, what one more is taken to cost before two are known
+FIRST_INTERVAL: Final = 0.25  # of a frame's time
 WINDOW: Final = 12  # measurements that a mean goes by
 _OUTLIER: Final = 1.6  # times the mean, at most, is what one measurement counts for
 
@@ -89,8 +90,11 @@ class Costs:
         return self._seconds / self._tokens if self._tokens else None
 
     def interval(self, rows: int) -> float:
-        """Seconds between frames of so many rows that follow each other, if any are known."""
-        return (self.spacing if self.spacing.is_known else self.latency).of(rows)
+        """Seconds between frames of so many rows that follow each other, if any are known; before
+        there were two, a part of what one takes."""
+        if self.spacing.is_known:
+            return self.spacing.of(rows)
+        return self.latency.of(rows) * FIRST_INTERVAL
 
 
 def predicted_s(right: float, rows: float, *, latency_s: float, interval_s: float) -> float:

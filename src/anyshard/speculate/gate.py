@@ -27,7 +27,7 @@ PART_SHRINK: Final = 16.0  # that a kind counts for, of its part by the model's 
 NEAR: Final = 0.9  # of the best rate, that fewer rows reach: what is known of it is no better
 FIRST_SURVIVAL: Final = 0.25  # least that is run before anything is measured
 SPAN: Final = 4  # rows by which the cost of one more is told
-AHEAD: Final = 0.25  # of a row's cost, what one costs that others do not wait for
+AHEAD: Final = 0.1  # of a row's cost, what one costs that others do not wait for
 LEAST_GAIN: Final = 1.02
 ROUNDS: Final = 64
 MUTED_TOKENS: Final = 256
@@ -223,7 +223,7 @@ class SurvivalGate:
     windows: int = 1
     calibrator: Calibrator = field(default_factory=Calibrator)
     _worth: dict[str, _Worth] = field(default_factory=dict)
-    _right: float = 0.6  # of the drafts that were run lately
+    _lately: _Odds = field(default_factory=lambda: _Odds(3.0, 2.0))  # all drafts that were run
 
     def theta(self, costs: Costs) -> float:
         """See Gate: what one row more costs, over what a token takes."""
@@ -279,10 +279,11 @@ class SurvivalGate:
         worth = sum(chance >= least for chance in chances)
         if not worth:
             return 0
+        right = self._lately.hits / (self._lately.hits + self._lately.misses)
         sizes = range(1, worth + certain + 1)
         times = [
             predicted_s(
-                min(self._right, 0.999),
+                min(right, 0.999),
                 rows,
                 latency_s=costs.latency.of(rows),
                 interval_s=costs.interval(rows),
@@ -297,7 +298,7 @@ class SurvivalGate:
         self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
     ) -> None:
         """See Gate."""
-        self._right += (is_hit - self._right) / 64
+        self._lately.add(is_hit)
         self.calibrator.learn(draft, depth, is_hit=is_hit, target_entropy=target_entropy)
 
     def round_over(self, source: str, gain: float) -> None:
