@@ -11,7 +11,8 @@ frames of m rows behind each other (`--draft-windows 16`).
 
 The formula for drafts of which each is right with probability a, in frames of m rows, is
 `speculate.predicted_s`. R_m, what a frame takes, is measured here by an oracle that is always
-wrong; tau_m, between frames under way together, by one that is always right. Exits 4 where a ratio
+wrong; tau_m, between frames under way together, by one that is always right; a is as many as were
+right. Exits 4 where a ratio
 is below the least that is asked of it, or the tokens differ.
 
 --ghosts: ranks that compute nothing, wait as long as a stage of so many ms would, and give the
@@ -79,6 +80,13 @@ class Arm:
     ms: list[float] = field(default_factory=list)  # a token
     length: list[float] = field(default_factory=list)  # tokens a round
     wasted: list[int] = field(default_factory=list)  # rows
+    known: list[tuple[int, int]] = field(default_factory=list)  # drafts right, and wrong
+
+    @property
+    def drafts_right(self) -> float:
+        """As many as were, of those that anybody knows about."""
+        right, wrong = (sum(each) for each in zip(*self.known, strict=True))
+        return right / max(1, right + wrong)
 
     @property
     def name(self) -> str:
@@ -215,6 +223,7 @@ def measure(bench: Bench, arms: list[Arm], rounds: int) -> int:
             if speculator is not None:
                 arm.length.append(speculator.figures.acceptance_length)
                 arm.wasted.append(speculator.figures.wasted_rows)
+                arm.known.append((sum(speculator.figures.accepted), speculator.figures.rollbacks))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return wrong
@@ -243,12 +252,12 @@ class Formula:
         self.between_ms = {m: m * median(arm.ms) for m, arm in zip(ROWS, right, strict=True)}
 
     def ms(self, arm: Arm) -> float:
-        """A token of an arm."""
+        """A token of an arm that has run, with as many drafts right as were."""
         assert arm.rows is not None
         sizes = sorted(self.frame_ms)
         frame = float(np.interp(arm.rows, sizes, [self.frame_ms[n] for n in sizes]))
         between = self.between_ms[arm.rows] if arm.mode == "windows" else frame
-        return predicted_s(arm.right, arm.rows, latency_s=frame, interval_s=between)
+        return predicted_s(arm.drafts_right, arm.rows, latency_s=frame, interval_s=between)
 
 
 def cell(
@@ -269,7 +278,7 @@ def cell(
         [a / b for a, b in zip(plain.ms, arm.ms, strict=True)] for arm in (best_k, best_m, gated[1])
     ]
     ratio = [a / b for a, b in zip(best_k.ms, best_m.ms, strict=True)]
-    says = formula.ms(best_k) / min(formula.ms(arm) for arm in windows)
+    says = formula.ms(best_k) / formula.ms(best_m)
     print(
         f"| {right:g} | {hop_ms:g} ms | {spread(plain.ms)} | {best_k.name}: "
         f"{spread(best_k.ms)}, {spread(gains[0], 2)} times plain | {best_m.name}: "
@@ -324,7 +333,7 @@ def main() -> int:
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for hop in hops:
-        formula = Formula(bench, stages=asked.stages, hop_ms=hop, rounds=2)
+        formula = Formula(bench, stages=asked.stages, hop_ms=hop, rounds=min(3, asked.rounds))
         failed |= formula.failed
         for right in rights:
             found, is_bad = cell(
