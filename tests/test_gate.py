@@ -197,6 +197,24 @@ def test_with_windows_frames_are_as_long_as_the_formula_says() -> None:
     assert 3 <= gate.count(chances, slow, certain=3) <= 4, "of several requests: all that pay"
 
 
+def test_frames_follow_each_other_where_hops_are_slow_or_drafts_right() -> None:
+    near = (
+        {rows: 0.006 + 0.0004 * rows for rows in range(1, 10)},
+        dict.fromkeys(range(1, 10), 0.004),
+    )
+    far = {rows: 0.026 + 0.001 * rows for rows in range(1, 10)}, near[1]
+    for right, costs, follow in ((12, near, False), (19, near, True), (12, far, True)):
+        gate = SurvivalGate(windows=8)
+        for _ in range(40):  # right: of 20
+            for number in range(20):
+                gate.turned_out(drafts_of(1)[0], 0, is_hit=number < right)
+        chances = gate.survival(drafts_of(8), depth=0, before=1.0)
+        gate.count(chances, costs_of(*costs), certain=1)
+        behind = gate.count(chances, costs_of(*costs), certain=0)
+        assert (behind > 0) == follow, (right, behind)
+        assert not gate.count(chances, costs_of(*costs), certain=0, under_way=99)
+
+
 def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:
     gate = SurvivalGate()
     for _ in range(64):

@@ -148,6 +148,11 @@ class _Odds:
     hits: float = 0.0
     misses: float = 0.0
 
+    @property
+    def share(self) -> float:
+        """Of hits."""
+        return self.hits / (self.hits + self.misses)
+
     def add(self, is_hit: bool) -> None:
         self.hits, self.misses = self.hits * DECAY, self.misses * DECAY
         if is_hit:
@@ -224,6 +229,7 @@ class SurvivalGate:
     calibrator: Calibrator = field(default_factory=Calibrator)
     _worth: dict[str, _Worth] = field(default_factory=dict)
     _lately: _Odds = field(default_factory=lambda: _Odds(3.0, 2.0))  # all drafts that were run
+    _follows: bool = False  # whether frames of drafts do, in this round
 
     def theta(self, costs: Costs) -> float:
         """See Gate: what one row more costs, over what a token takes."""
@@ -261,8 +267,20 @@ class SurvivalGate:
         """See Gate; the first step runs none, to have something to compare with."""
         if not costs.latency.is_known:
             return 0
-        if self.windows > 1 and certain < 2:
-            return self._in_windows(chances, costs, certain=certain, under_way=under_way)
+        if self.windows == 1 or certain > 1:
+            return self._at_once(chances, costs, certain=certain)
+        rows, is_sooner = self._following(costs, most=len(chances) + certain)
+        if certain:
+            self._follows = is_sooner
+        if not self._follows:
+            return self._at_once(chances, costs, certain=1) if certain else 0
+        least = self.theta(costs) * AHEAD
+        worth = sum(chance >= least for chance in chances)
+        fitting = rows * math.ceil(costs.latency.of(rows) / costs.interval(rows))
+        return 0 if under_way >= fitting else min(worth, rows - certain)
+
+    def _at_once(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
+        """Rows of a frame that the next one waits for: tokens over seconds."""
         rates, tokens = [], float(certain)
         for number, chance in enumerate((0.0, *chances)):
             tokens += chance
@@ -270,29 +288,18 @@ class SurvivalGate:
         enough = NEAR * max(rates)
         return next(number for number, rate in enumerate(rates) if rate >= enough)
 
-    def _in_windows(
-        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int
-    ) -> int:
-        """Of those worth a row, as many as the formula for frames that follow each other takes, and
-        no more frames than have left before the first one's result is there."""
-        least = self.theta(costs) * AHEAD
-        worth = sum(chance >= least for chance in chances)
-        if not worth:
-            return 0
-        right = self._lately.hits / (self._lately.hits + self._lately.misses)
-        sizes = range(1, worth + certain + 1)
-        times = [
-            predicted_s(
-                min(right, 0.999),
-                rows,
-                latency_s=costs.latency.of(rows),
-                interval_s=costs.interval(rows),
-            )
-            for rows in sizes
-        ]
-        rows = sizes[times.index(min(times))]
-        fitting = rows * (1 + math.ceil(costs.latency.of(rows) / costs.interval(rows)))
-        return 0 if under_way >= fitting else max(0, rows - certain)
+    def _following(self, costs: Costs, *, most: int) -> tuple[int, bool]:
+        """Rows of frames that follow each other, by the formula; whether tokens come sooner so, if
+        what follows a wrong draft is in the way for half of a frame."""
+        right = min(self._lately.share, 0.999)
+        at_once, following = [], []
+        for rows in range(1, max(1, most) + 1):
+            latency, interval = costs.latency.of(rows), costs.interval(rows)
+            at_once.append(predicted_s(right, rows, latency_s=latency, interval_s=latency))
+            each = predicted_s(right, rows, latency_s=latency, interval_s=interval)
+            following.append(each + (1 - right) * interval / 2)
+        sooner = min(following)
+        return following.index(sooner) + 1, sooner < min(at_once)
 
     def turned_out(
         self, draft: Draft, depth: int, *, is_hit: bool, target_entropy: float = math.nan
