@@ -387,11 +387,11 @@ def test_a_word_is_of_one_frame_and_of_no_later_one_in_its_slot() -> None:
     voids = Voids(region, rank=0, deadline_s=1.0)
     publish_void(region, 7)
     seen = []
-    for sequence in (1, 2, 7, 12, (1 << 32) + 7):
+    for sequence in (1, 2, 7, 12, (1 << 32) + 2):
         voids.begin(sequence)
         voids.settle(is_handed_on=False)
         seen.append(voids.is_void)
-    assert seen[:4] == [False, False, True, False]
+    assert seen == [False, False, True, False, False]
     voids.begin(13)
     voids.settle(is_handed_on=True)
     assert voids.is_void, "the stage before has said so"

@@ -206,9 +206,8 @@ class ModelDrafter:
 
     @property
     def figures(self) -> DraftFigures:
-        """So far. Raises: PeerLost."""
-        with draft_rank():
-            view = self._control.statuses()[0]
+        """So far, whether the rank is still there or not."""
+        view = self._control.statuses(settled=False)[0]
         return DraftFigures(
             profile=self._profile.name,
             profile_hash=self._profile.sha256(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -31,7 +32,7 @@ from anyshard.binder import FaultCode
 from anyshard.comm.control import PAGE, ROW, FrontControl, Result
 from anyshard.config import ModelConfig, Profile
 from anyshard.epoch import EngineOptions, plan_epoch, rank_threads
-from anyshard.errors import PromptTooLong
+from anyshard.errors import PeerLost, PromptTooLong
 from anyshard.fidelity.log import DigestLog, RunDigests
 from anyshard.flight import FinishReason, Flight, Outcome, Said, outcome
 from anyshard.launcher import RankGroup, Start
@@ -151,6 +152,8 @@ class Engine:
         self._void: set[int] = set()  # frames of them
         self._result_at = 0.0  # when the last one was read
         self._spent_s = 0.0  # over it
+        self._run_at = 0.0  # when that of one that was not void was
+        self._drafted_s = 0.0  # over all drafts
         self._drafting_s = 0.0  # over drafts of the next frame
         self.control: FrontControl = group.start(
             Start(
@@ -321,7 +324,9 @@ class Engine:
         filled = self.speculator.fill(
             room, rows=self.limits.drafts, now_s=now_s, are_ahead=are_ahead
         )
-        self._drafting_s += time.monotonic() - now_s
+        spent_s = time.monotonic() - now_s
+        self._drafting_s += spent_s
+        self._drafted_s += spent_s
         return {slots[request_id]: tokens for request_id, tokens in filled.items()}
 
     def _open_logs(self, tick: Tick) -> None:
@@ -369,7 +374,9 @@ class Engine:
             self._result_at = time.monotonic() - self._drafting_s
         self._drafting_s = 0.0
         frame = self.control.send_frame(*self._frame(tick, sequences))
-        self._in_flight.append(Flight(frame, slot, tick, sequences, time.monotonic()))
+        self._in_flight.append(
+            Flight(frame, slot, tick, sequences, time.monotonic(), self._drafted_s)
+        )
         self._collect_digests()
         if self.steps is not None:
             sampled = [sequences[row.slot].request for row in tick.rows if row.through_head]
@@ -479,7 +486,8 @@ class Engine:
                 flight.awaited(row, running) for row in flight.tick.rows
             ):
                 self._void.add(flight.frame)
-                self.control.void(flight.frame)
+                with suppress(PeerLost):  # whoever waits for a result will find it out
+                    self.control.void(flight.frame)
 
     def _tell_speculator(
         self, flight: Flight, by_slot: dict[int, Sequence], found: Outcome, *, is_void: bool
@@ -504,20 +512,33 @@ class Engine:
                 is_over=slot in found.finished,
                 is_ahead=flight.is_ahead,
             )
-        rows = len(flight.tick.rows)
+        rows = flight.tick.rows
         if is_void:
-            speculator.voided(rows)
-        speculator.saw(sum(len(each.tick.rows) for each in self._in_flight))
+            speculator.voided(sum(row.is_draft for row in rows))
+        if found.drawn:
+            under_way = (rows, *(each.tick.rows for each in self._in_flight))
+            speculator.saw(sum(map(len, under_way)))
         if not flight.prompt_rows:
-            speculator.costs.step(
-                rows=0 if is_void else rows,
-                tokens=sum(map(len, found.drawn.values())),
-                seconds=self._spent_s,
-                latency_s=None if flight.is_ahead else self._result_at - flight.sent_s,
-                is_behind=self._spent_s < self._result_at - flight.sent_s,
-            )
+            self._tell_costs(speculator, flight, found, is_void=is_void)
+        if not is_void:
+            self._run_at = self._result_at
         for slot in found.finished:
             speculator.end(by_slot[slot].request_id)
+
+    def _tell_costs(
+        self, speculator: Speculator, flight: Flight, found: Outcome, *, is_void: bool
+    ) -> None:
+        """What the frame took: of one whose result lay unread while drafts were made, nothing."""
+        took_s = self._result_at - flight.sent_s
+        is_clear = self._drafted_s - flight.drafted_s < took_s / 10
+        is_behind = flight.sent_s < self._run_at
+        speculator.costs.step(
+            rows=0 if is_void or not is_clear else len(flight.tick.rows),
+            tokens=sum(map(len, found.drawn.values())),
+            seconds=self._spent_s,
+            latency_s=None if flight.is_ahead else took_s,
+            spacing_s=self._result_at - self._run_at if is_behind else None,
+        )
 
     def _earliest(self, code: int, step: int) -> int:
         """The earliest fault code that any rank marked in this step.

@@ -25,7 +25,8 @@ class Flight:
     """A frame whose result is yet to be read: of slot number `slot` of the schedule's first stage,
     -1 if all its rows are drafts, which the schedule does not count.
 
-    `sequences`, by their slot, as they were when it was sent, at `sent_s` of time.monotonic.
+    `sequences`, by their slot, as they were when it was sent, at `sent_s` of time.monotonic, when
+    drafts had taken `drafted_s` in all.
     """
 
     frame: int
@@ -33,6 +34,7 @@ class Flight:
     tick: Tick
     sequences: dict[int, Sequence]
     sent_s: float
+    drafted_s: float = 0.0
 
     @property
     def is_ahead(self) -> bool:

@@ -382,7 +382,7 @@ class Worker:
                 is_void=is_void,
             )
         if is_void:
-            status.void(spared_bytes=self.comm.times.spared_bytes)
+            status.spare(self.comm.times.spared_bytes)
         elif codes := [code for code in faults.tolist() if code]:
             status.fault(sequence=frame.sequence, code=min(codes))
         status.report(self.comm.counters)

@@ -114,7 +114,7 @@ def memory_need(
 ) -> MemoryNeed:
     """What ranks of `programs` take for `num_seqs` sequences of `tokens` tokens at once.
 
-    drafts: rows of those in a step, windows: frames of them. hosts: of each rank, where there are
+    drafts: rows of those in a frame, windows: frames of them. hosts: of each rank, where there are
     several; what is counted
     is of `host`, which loads what its ranks read.
     kv_pages: most of --kv-memory. micro_batches: those that take turns. comm: the wire, for what

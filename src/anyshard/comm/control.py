@@ -91,7 +91,6 @@ class StatusView:
     operations: int
     frames: int
     dropped_frames: int
-    void_frames: int
     weight_bytes: int
     kv_bytes: int
     spared_bytes: int
@@ -108,7 +107,7 @@ class RankStatus:
         self.operations: NDArray[np.uint64] = self._record["operations"]  #: [1], in place
         self._operations_word = self.operations.data
         self._wires = (self._record["wire_bytes"][0].data, self._record["wire_messages"][0].data)
-        self._void_words = (self._record["void_frames"].data, self._record["spared_bytes"].data)
+        self._spared = self._record["spared_bytes"].data
         self._record["blamed"] = -1
         Liveness(region).introduce(rank)
 
@@ -131,10 +130,9 @@ class RankStatus:
         """Copy the wire counters out; call once a step."""
         counters.copy_to(*self._wires)
 
-    def void(self, *, spared_bytes: int) -> None:
-        """One more frame was void here; what its hops have been spared, of all so far."""
-        self._void_words[0][0] += 1
-        self._void_words[1][0] = spared_bytes
+    def spare(self, num_bytes: int) -> None:
+        """What hops of void frames have been spared so far."""
+        self._spared[0] = num_bytes
 
     def fail(self, message: str, *, blamed: int, exit_code: int) -> None:
         """Why this rank leaves, for its launcher; `blamed` is the rank at fault."""
@@ -502,7 +500,6 @@ class FrontControl:
                 "operations",
                 "frames",
                 "dropped_frames",
-                "void_frames",
                 "weight_bytes",
                 "kv_bytes",
                 "spared_bytes",

@@ -78,7 +78,6 @@ STATUS = np.dtype(
             "operations",
             "frames",
             "dropped_frames",
-            "void_frames",
             "weight_bytes",
             "kv_bytes",
             "spared_bytes",
@@ -95,7 +94,6 @@ STATUS = np.dtype(
             "failure",
         ],
         "formats": [
-            "<u8",
             "<u8",
             "<u8",
             "<u8",

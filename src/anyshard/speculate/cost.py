@@ -70,15 +70,21 @@ class Costs:
     _tokens: float = 0.0
 
     def step(
-        self, *, rows: int, tokens: int, seconds: float, latency_s: float | None, is_behind: bool
+        self,
+        *,
+        rows: int,
+        tokens: int,
+        seconds: float,
+        latency_s: float | None,
+        spacing_s: float | None,
     ) -> None:
         """A result has come, `seconds` after the last one: of rows (0: a void frame), and tokens.
 
-        latency_s: since the frame was sent, if it began with what is certain. is_behind: another
-        one's result came meanwhile.
+        latency_s: since the frame was sent, if it began with what is certain. spacing_s: since the
+        last result of a frame that was not void, if that came meanwhile.
         """
-        if rows and is_behind:
-            self.spacing.add(rows, seconds)
+        if rows and spacing_s is not None:
+            self.spacing.add(rows, spacing_s)
         elif rows and latency_s is not None:
             self.latency.add(rows, latency_s)
         keep = 1 - 1 / 64

@@ -54,11 +54,13 @@ class Gate(Protocol):
         target_entropy: of the model's row that drew the last token, in nats; NaN: unknown."""
         ...
 
-    def count(
-        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
-    ) -> int:
+    def may_follow(self, costs: Costs, *, under_way: int) -> bool:
+        """Whether a frame of drafts alone is worth asking drafts for, with so many under way."""
+        ...
+
+    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
         """How many rows of drafts to run, of those with these chances, which fall, beside so many
-        certain rows; of these there are none where rows of drafts are under way already."""
+        certain rows; of these there are none in a frame of drafts alone."""
         ...
 
     def turned_out(
@@ -101,9 +103,11 @@ class OpenGate:
         """See Gate: the first ones go first."""
         return [1.0 / (1 + depth + place) for place in range(len(drafts))]
 
-    def count(
-        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
-    ) -> int:
+    def may_follow(self, costs: Costs, *, under_way: int) -> bool:
+        """See Gate."""
+        return True
+
+    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
         """See Gate."""
         return len(chances)
 
@@ -229,7 +233,8 @@ class SurvivalGate:
     calibrator: Calibrator = field(default_factory=Calibrator)
     _worth: dict[str, _Worth] = field(default_factory=dict)
     _lately: _Odds = field(default_factory=lambda: _Odds(3.0, 2.0))  # all drafts that were run
-    _follows: bool = False  # whether frames of drafts do, in this round
+    _follows: bool = False  # whether frames of drafts do, in this round,
+    _rows: int = 1  # of so many rows
 
     def theta(self, costs: Costs) -> float:
         """See Gate: what one row more costs, over what a token takes."""
@@ -241,7 +246,8 @@ class SurvivalGate:
 
     def is_silent(self, sources: Collection[str]) -> bool:
         """See Gate."""
-        return all(source in self._worth and self._worth[source].muted for source in sources)
+        seen = [self._worth[source] for source in sources if source in self._worth]
+        return bool(seen) and all(worth.muted for worth in seen)
 
     def survival(
         self,
@@ -261,23 +267,29 @@ class SurvivalGate:
             found.append(before)
         return found
 
-    def count(
-        self, chances: Sequence[float], costs: Costs, *, certain: int, under_way: int = 0
-    ) -> int:
+    def may_follow(self, costs: Costs, *, under_way: int) -> bool:
+        """See Gate: where the certain frame was of one request and tokens come sooner so, as many
+        frames as leave before its token is back."""
+        if not self._follows:
+            return False
+        rows = self._rows
+        return under_way < rows * math.ceil(costs.latency.of(rows) / costs.interval(rows))
+
+    def count(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
         """See Gate; the first step runs none, to have something to compare with."""
+        if certain:
+            self._follows = False
         if not costs.latency.is_known:
             return 0
         if self.windows == 1 or certain > 1:
             return self._at_once(chances, costs, certain=certain)
-        rows, is_sooner = self._following(costs, most=len(chances) + certain)
         if certain:
-            self._follows = is_sooner
+            self._rows, self._follows = self._following(costs, most=len(chances) + 1)
         if not self._follows:
             return self._at_once(chances, costs, certain=1) if certain else 0
         least = self.theta(costs) * AHEAD
         worth = sum(chance >= least for chance in chances)
-        fitting = rows * math.ceil(costs.latency.of(rows) / costs.interval(rows))
-        return 0 if under_way >= fitting else min(worth, rows - certain)
+        return min(worth, self._rows - certain)
 
     def _at_once(self, chances: Sequence[float], costs: Costs, *, certain: int) -> int:
         """Rows of a frame that the next one waits for: tokens over seconds."""

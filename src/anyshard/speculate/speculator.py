@@ -29,9 +29,9 @@ PLACES: Final = 32  # that drafts are counted by; the last one stands for all be
 class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run. rounds: certain rows after which a token was drawn, of which drafts followed some;
     proposed and accepted: drafts that were run, by their place behind it. rollbacks: drafts that
-    were wrong, and rollback_rows: with those behind them. void_rows: of these, spared by the last
-    stage. rows_in_flight: mean of those under way when a result came, and as many of them as count
-    in the end. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
+    were wrong, and rollback_rows: with those behind them. void_rows: of drafts, in frames that came
+    back void. rows_in_flight: mean of those under way when tokens came, and as many of them as
+    count in the end. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
     predicted from a draft's chance, rows of a frame, and what frames take.
 
     Of the drafts that were wrong: near_misses were the model's runner-up there, of runner_ups of
@@ -166,7 +166,7 @@ class Speculator:
         self.costs = Costs()
         self.drafter = drafter
         self._lines: dict[int, _Line] = {}
-        places = min(PLACES, most + (windows - 1) * (most + 1))
+        places = min(PLACES, most * windows)
         self._counts = _Counts(proposed=[0] * places, accepted=[0] * places)
 
     def begin(
@@ -189,6 +189,9 @@ class Speculator:
         else certain rows, one of each request."""
         known = [each for each in room if each in self._lines]
         if not known or self.gate.is_silent(self.drafter.sources):
+            return {}
+        under_way = sum(len(self._lines[each].drafts) for each in known)
+        if are_ahead and not self.gate.may_follow(self.costs, under_way=under_way):
             return {}
         proposed: dict[int, list[Draft]] = {}
         chances: dict[int, list[float]] = {}
@@ -218,12 +221,7 @@ class Speculator:
             for request_id in known:
                 self._lines[request_id].begin(now_s)
         certain = 0 if are_ahead else len(room)
-        count = self.gate.count(
-            [chance for chance, _ in order],
-            self.costs,
-            certain=certain,
-            under_way=sum(len(self._lines[each].drafts) for each in known),
-        )
+        count = self.gate.count([chance for chance, _ in order], self.costs, certain=certain)
         taken = dict.fromkeys(known, 0)
         for _, request_id in order[:count]:
             taken[request_id] += 1
@@ -309,7 +307,7 @@ class Speculator:
         self._counts.rows_seen += rows
 
     def voided(self, rows: int) -> None:
-        """So many rows of drafts were not run to the end."""
+        """So many rows of drafts were of a frame that came back void."""
         self._counts.void_rows += rows
 
     @property
