@@ -27,12 +27,13 @@ PLACES: Final = 32  # that drafts are counted by; the last one stands for all be
 
 
 class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run. rounds: certain rows after which a token was drawn, of which drafts followed some;
-    proposed and accepted: drafts that were run, by their place behind it. rollbacks: drafts that
-    were wrong, and rollback_rows: with those behind them. void_rows: of drafts, in frames that came
-    back void. rows_in_flight: mean of those under way when tokens came, and as many of them as
-    count in the end. theta and calibration_error: of the gate, at the end. token_ms: measured lately, and
-    predicted from a draft's chance, rows of a frame, and what frames take.
+    """Of a run. rounds: certain rows after which a token was drawn, of which drafts followed
+    some; proposed and accepted: drafts that were run, by their place behind it. rollbacks:
+    drafts that were wrong, and rollback_rows: with those behind them. void_rows: of drafts, in
+    frames that came back void. rows_in_flight: mean of those under way when tokens came, and as
+    many of them as count in the end. theta and calibration_error: of the gate, at the end.
+    token_ms: measured lately, and predicted from a draft's chance, rows of a frame, and what
+    frames take.
 
     Of the drafts that were wrong: near_misses were the model's runner-up there, of runner_ups of
     which that is known; rescued counts those whose source's second choice was the token drawn, of
