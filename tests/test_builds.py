@@ -463,6 +463,7 @@ NOT_OPS = {
     "shm_abort",
     "shm_publish",
     "sources_sha256",
+    "spread",  # beside a token, and no bit of it: test_native_spread.py
 }
 
 
