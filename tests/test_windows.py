@@ -27,7 +27,7 @@ from test_speculate import (
 
 from anyshard import engine as engine_module
 from anyshard import flight as flight_module
-from anyshard.comm.base import EpochAborted, Place, WireSizes
+from anyshard.comm.base import Place, WireSizes
 from anyshard.comm.control import FrontControl
 from anyshard.comm.link import LinkSpec
 from anyshard.comm.region import ControlSizes, EpochRegion, EpochSizes
@@ -292,18 +292,15 @@ def test_what_lies_behind_the_end_is_never_read() -> None:
         assert sum(sum(each.__dict__.get("rolled", {}).values()) for each in poisoned) > 20
 
 
-def test_poison_is_seen_where_a_row_looks_behind_its_end() -> None:
-    class Ahead(Poisoned):
-        """Attention of certain rows sees one position too many."""
+def test_poison_is_seen_where_a_row_reads_it() -> None:
+    class Early(Poisoned):
+        """One position too soon: that of the token before, which the next row attends to."""
 
-        def _take(self, frame: Any) -> None:
-            super()._take(frame)
-            if len(frame.rows) < 20:
-                self.positions[: len(frame.rows)] += 1
+        def _poison(self, slot: int, first: int) -> None:
+            super()._poison(slot, first - 1)
 
-    with pytest.raises(AssertionError):  # a fault, or other tokens
-        whole, got, _ = run_with(body=Ahead)
-        assert got == whole
+    with pytest.raises(AssertionError, match=r"layers\.0\.attention"):
+        run_with(body=Early)
 
 
 # --- planted bugs --------------------------------------------------------------------------------
@@ -366,10 +363,9 @@ def test_ranks_of_a_stage_that_decide_by_themselves_do_not_end_alike(
         self.words[slot] = now if is_handed_on else self._told[slot]
 
     monkeypatch.setattr(Voids, "settle", settle)
-    with pytest.raises((PeerLost, AssertionError, EpochAborted)):
+    with pytest.raises(PeerLost, match=r"floats on the wire|waited 1 s for rank"):
         for _ in range(5):
-            whole, got, _ = run_with(tp=2, deadline_s=1.0)
-            assert got == whole
+            run_with(tp=2, deadline_s=1.0)
 
 
 # --- the words themselves ------------------------------------------------------------------------

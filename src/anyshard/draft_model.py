@@ -220,11 +220,6 @@ class ModelDrafter:
             kv_bytes=view.kv_bytes,
         )
 
-    def close(self) -> None:
-        """Tell the rank to stop and end it."""
-        self._control.send_stop()
-        self._group.end()
-
     def _run(self, slot: _Slot, text: Sequence[int], kept: int) -> bool:
         """Store a text of which so many tokens are, and draw what comes after it. False, and
         nothing is stored, if a value has left the range of float32."""
