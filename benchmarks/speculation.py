@@ -11,9 +11,10 @@ frames of m rows behind each other (`--draft-windows 16`).
 
 The formula for drafts of which each is right with probability a, in frames of m rows, is
 `speculate.predicted_s`. R_m, what a frame takes, is measured here by an oracle that is always
-wrong; tau_m, between frames under way together, by one that is always right; a is as many as were
-right. Exits 4 where a ratio
-is below the least that is asked of it, or the tokens differ.
+wrong, by itself for rounds and with frames behind it for windows, which share cores with it; tau_m,
+between frames under way together, by one that is always right; a is as many as were right. Exits 4
+where a ratio is below the least that is asked of it, the formula is over 10 % off in the median or
+20 % at worst, or the tokens differ.
 
 --ghosts: ranks that compute nothing, wait as long as a stage of so many ms would, and give the
 known tokens, so that eight stages need no eight cores. All of that is EMULATED.
@@ -32,7 +33,6 @@ from statistics import median
 from typing import Any, Final, Literal
 
 import hf
-import numpy as np
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import Frame
@@ -244,18 +244,21 @@ class Formula:
 
     def __init__(self, bench: Bench, *, stages: int, hop_ms: float, rounds: int) -> None:
         shape: dict[str, Any] = {"stages": stages, "hop_ms": hop_ms}
-        wrong = [Arm(right=0.0, mode="rounds", rows=k + 1, **shape) for k in DRAFTS]
-        plain = Arm(right=0.0, mode="plain", **shape)
-        right = [Arm(right=1.0, mode="windows", rows=m, **shape) for m in ROWS]
-        self.failed = measure(bench, [plain, *wrong, *right], rounds) > 0
-        self.frame_ms = {1: median(plain.ms)} | {arm.rows or 0: median(arm.ms) for arm in wrong}
+        rounds_wrong = [Arm(right=0.0, mode="rounds", rows=k + 1, **shape) for k in DRAFTS]
+        wrong, right = (
+            [Arm(right=each, mode="windows", rows=m, **shape) for m in ROWS] for each in (0.0, 1.0)
+        )
+        self.failed = measure(bench, [*rounds_wrong, *wrong, *right], rounds) > 0
+        self.frame_ms = {
+            "rounds": {arm.rows or 0: median(arm.ms) for arm in rounds_wrong},
+            "windows": {arm.rows or 0: median(arm.ms) for arm in wrong},
+        }
         self.between_ms = {m: m * median(arm.ms) for m, arm in zip(ROWS, right, strict=True)}
 
     def ms(self, arm: Arm) -> float:
         """A token of an arm that has run, with as many drafts right as were."""
         assert arm.rows is not None
-        sizes = sorted(self.frame_ms)
-        frame = float(np.interp(arm.rows, sizes, [self.frame_ms[n] for n in sizes]))
+        frame = self.frame_ms[arm.mode][arm.rows]
         between = self.between_ms[arm.rows] if arm.mode == "windows" else frame
         return predicted_s(arm.drafts_right, arm.rows, latency_s=frame, interval_s=between)
 
@@ -343,6 +346,7 @@ def main() -> int:
             failed |= is_bad
             report.append(found)
     off = [abs(each) for found in report for each in found["off"].values()]
+    failed |= median(off) > 0.1 or max(off) > 0.2
     print(
         f"\n{asked.stages} stages; alone: one process, 2 threads, plain and gated. Formula "
         f"against measured: {median(off):.0%} off in the median, {max(off):.0%} at worst; "

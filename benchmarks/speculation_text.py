@@ -8,9 +8,10 @@ plain, the first K drafts for several K, all drafts, and the gate; each arm is a
 that runs all prompts, `--stages` of one thread with EMULATED hops of `--hop` ms, or one process
 with two threads. A round runs every arm once, in turning order, after one to warm up. Beside each
 kind stands the share of four tokens in a row that the answer has had before: a small model repeats
-itself, and that flatters n-grams. Exits 4 where the gate is not at least 5 % faster than the best
-K on all kinds together, wastes over three quarters of its rows, or is over 2 % slower than plain
-on new text; or where tokens differ.
+itself, and that flatters n-grams. `--json` keeps the answers, and what frames took by their rows,
+for `gate_playback.py`. Exits 4 where the gate is not at least 5 % faster than the best K on all
+kinds together, wastes over three quarters of its rows, or is over 2 % slower than plain on new
+text; or where tokens differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import hf
 
@@ -34,6 +35,7 @@ from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup, fork_launcher
 from anyshard.layout import plan
 from anyshard.loading import loader, profile_of
+from anyshard.ops.spread import Spread
 from anyshard.request import Request, Sampling
 from anyshard.speculate import (
     FixedGate,
@@ -99,16 +101,32 @@ KINDS: Final[dict[Kind, list[Messages]]] = {
 }
 
 
+class Listener(Speculator):
+    """Keeps what the model said of its tokens: entropies by request."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.entropies: dict[int, list[float]] = {}
+
+    def came_out(
+        self, request_id: int, tokens: Sequence[int], spreads: Sequence[Spread] = (), **named: Any
+    ) -> None:
+        """See Speculator."""
+        self.entropies.setdefault(request_id, []).extend(each.entropy for each in spreads)
+        super().came_out(request_id, tokens, spreads, **named)
+
+
 @dataclass
 class Arm:
-    """One way to draft. gate None: no drafts."""
+    """One way to draft. gate None: no drafts. row_ms: of frames of so many rows, each round."""
 
     name: str
     gate: type[Gate] | int | None
     seconds: dict[Kind, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     wasted: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    row_ms: list[list[float]] = field(default_factory=list)
 
-    def speculator(self, vocab: int, windows: int) -> Speculator | None:
+    def speculator(self, vocab: int, windows: int) -> Listener | None:
         """Who drafts."""
         if self.gate is None:
             return None
@@ -117,7 +135,7 @@ class Arm:
             gate = FixedGate(self.gate)
         else:
             gate = SurvivalGate(windows) if self.gate is SurvivalGate else OpenGate()
-        return Speculator(NgramDrafter(vocab), gate, most=MOST, windows=windows)
+        return Listener(NgramDrafter(vocab), gate, most=MOST, windows=windows)
 
     def total(self, kinds: Sequence[Kind]) -> list[float]:
         """Seconds of each round."""
@@ -155,6 +173,7 @@ class Bench:
         }
         self.longest = max(len(each) for group in self.prompts.values() for each in group)
         self.stages, self.epoch = stages, 0
+        self.entropies: dict[int, list[float]] = {}
         self.links = (LinkSpec(delay_s=hop_ms * 1e-3),) * stages if stages > 1 else ()
 
     def run(self, arm: Arm, *, is_kept: bool) -> dict[Kind, list[tuple[int, ...]]]:
@@ -201,11 +220,31 @@ class Bench:
                 ) - before
                 answers[kind].append(tuple(tokens))
         engine.close()
+        if speculator is not None:
+            self.entropies = speculator.entropies
         if is_kept:
+            if speculator is not None:
+                sizes = range(1, MOST + 2)
+                arm.row_ms.append([1e3 * speculator.costs.latency.of(rows) for rows in sizes])
             for kind in KINDS:
                 arm.seconds[kind].append(seconds[kind])
                 arm.wasted[kind].append(wasted[kind])
         return answers
+
+    def texts(self, answers: dict[Kind, list[tuple[int, ...]]]) -> list[dict[str, Any]]:
+        """What has come out, in the order in which it did."""
+        order = [(kind, number) for number in range(3) for kind in KINDS]
+        return [
+            {
+                "kind": kind,
+                "prompt": self.prompts[kind][number],
+                "tokens": answers[kind][number],
+                "entropy": entropy,
+            }
+            for (kind, number), (_, entropy) in zip(
+                order, sorted(self.entropies.items()), strict=True
+            )
+        ]
 
 
 def wasted_by(speculator: Speculator | None) -> int:
@@ -274,7 +313,15 @@ def main() -> int:
         print(f"{'met' if is_met else 'NOT MET'}: {what}")
     if flags.json:
         with open(flags.json, "w", encoding="utf-8") as file:
-            json.dump({arm.name: [arm.seconds, arm.wasted] for arm in arms}, file)
+            json.dump(
+                {
+                    "arms": {arm.name: [arm.seconds, arm.wasted] for arm in arms},
+                    "row_ms": [median(each) for each in zip(*fixed[-1].row_ms, strict=True)],
+                    "vocab": bench.config.vocab,
+                    "texts": bench.texts(known),
+                },
+                file,
+            )
     bench.group.close()
     return 4 if failed else 0
 

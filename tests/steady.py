@@ -146,6 +146,7 @@ class Guesses:
     """Drafts that are wrong, but for one in a thousand."""
 
     sources: tuple[str, ...] = ("guess",)
+    takes_time: bool = False
 
     def begin(
         self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None

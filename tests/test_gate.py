@@ -145,6 +145,19 @@ def test_time_of_a_frame_and_time_between_frames_are_told_apart() -> None:
     assert costs.token_s == pytest.approx(0.075 / 4, rel=0.1)
 
 
+def test_where_stages_are_busy_with_others_a_frame_costs_the_slowest_ones_time() -> None:
+    costs, gate = Costs(), SurvivalGate(windows=4)
+    assert not costs.is_known and gate.count([0.9], costs, certain=1) == 0
+    for rows in range(1, 5):  # every frame follows another's
+        costs.step(rows=rows, tokens=1, seconds=0.01, latency_s=0.02, spacing_s=0.01)
+    assert costs.is_full and costs.is_known and not costs.latency.is_known
+    assert (costs.frame(2), costs.round(2)) == (0.01, 0.02)
+    assert gate.count([0.9, 0.8, 0.7], costs, certain=1) == 3
+    assert gate.theta(costs) == 0.0 and not gate.may_follow(costs, under_way=0)
+    costs.step(rows=2, tokens=1, seconds=0.05, latency_s=0.05, spacing_s=None)
+    assert not costs.is_full and costs.frame(2) == costs.round(2) == 0.05, "by itself again"
+
+
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_the_formula_is_what_adding_up_rounds_gives(right: float, rows: int) -> None:
@@ -221,7 +234,7 @@ def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:
     gate = SurvivalGate()
     for _ in range(64):
         assert gate.survival(drafts_of(2), depth=0, before=1.0)
-        gate.round_over("text", 0.7)
+        gate.round_over("text", 1.0)
     assert gate.survival(drafts_of(2), depth=0, before=1.0) == []
     assert gate.is_silent(("text",)) and gate.is_silent(("text", "store")), "that never drafted"
     gate.round_over("store", 1.2)
@@ -230,6 +243,33 @@ def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:
     assert gate.is_silent(("text",))
     gate.passed(1)
     assert not gate.is_silent(("text",))
+
+
+def silenced(gate: SurvivalGate, gain: float) -> tuple[int, int]:
+    """After how many rounds of a gain a source is silent, and for how many tokens."""
+    rounds = tokens = 0
+    while not gate.is_silent(("text",)):
+        gate.round_over("text", gain)
+        rounds += 1
+    while gate.is_silent(("text",)):
+        gate.passed(1)
+        tokens += 1
+    return rounds, tokens
+
+
+def test_a_source_that_clearly_loses_is_silent_sooner_and_each_time_for_twice_as_long() -> None:
+    gate = SurvivalGate()
+    found = [silenced(gate, 0.5) for _ in range(7)]
+    assert found == [(16, 256 << min(number, 5)) for number in range(7)]
+    assert silenced(SurvivalGate(), 0.95)[0] == 64, "not clear enough"
+    for _ in range(64):
+        gate.round_over("text", 1.2)
+    for _ in range(64):
+        gate.round_over("text", 0.5)
+        if gate.is_silent(("text",)):
+            break
+    gate.passed(256)
+    assert not gate.is_silent(("text",)), "it has paid meanwhile"
 
 
 def test_a_source_that_pays_is_never_silent() -> None:
@@ -247,8 +287,8 @@ class Known:
 
     sources: tuple[str, ...] = ("source 1", "source 2", "source 3", "source 7")
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, *, takes_time: bool = False) -> None:
+        self.asked, self.takes_time = 0, takes_time
 
     def begin(
         self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
@@ -294,6 +334,21 @@ def test_a_muted_speculator_asks_nobody() -> None:
     for source in Known.sources * 64:
         gate.round_over(source, 0.5)
     assert speculator.fill({1: 9}, rows=4, now_s=0.0) == {} and drafter.asked == 0
+
+
+@pytest.mark.parametrize("takes_time", [False, True])
+def test_a_source_that_takes_time_and_is_asked_for_nothing_falls_silent(takes_time: bool) -> None:
+    gate, drafter = SurvivalGate(), Known(takes_time=takes_time)
+    speculator = Speculator(drafter, gate, most=4)
+    for rows in range(1, 6):
+        speculator.costs.latency.add(rows, 0.01 * rows)  # no draft is worth its row
+    speculator.begin(1, [])
+    for number in range(100):
+        filled = speculator.fill({1: 9}, rows=4, now_s=number * 0.02)
+        assert filled == {}
+        speculator.came_out(1, [0], now_s=number * 0.02 + 0.015, is_over=False)  # a half for drafts
+    assert drafter.asked == (100 if not takes_time else 20)
+    assert speculator.figures.drafted_rounds == 0
 
 
 def test_figures_tell_what_was_run_what_was_right_and_what_was_rolled_back() -> None:

@@ -159,6 +159,21 @@ def test_one_answer_with_any_drafter_gate_and_split(sampling: Sampling) -> None:
 # --- what would be seen --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("windows", [1, 4])
+def test_drafts_are_run_where_other_requests_keep_all_stages_busy(windows: int) -> None:
+    """Then no frame with what is certain is ever by itself, so its time is known behind others."""
+    model = the_model(A9)
+    prompts = prompts_of(model.config.vocab)[:4]
+    with group_of(model) as group:
+        whole = answers(group, model, prompts, epoch=1)
+        known = list(zip(prompts, whole, strict=True))
+        drafter = oracle(known, 1.0, model.config.vocab)
+        speculator = Speculator(drafter, SurvivalGate(windows), most=6, windows=windows)
+        got = answers(group, model, prompts, epoch=2, speculator=speculator, pp=2, micro_batches=2)
+        assert got == whole
+        assert speculator.figures.drafted_rounds > 0
+
+
 def run_planted(
     *, right: float = 0.6, most: int = 4, body: RankMain = rank_main
 ) -> tuple[list[Answer], list[Answer]]:

@@ -115,6 +115,7 @@ class ModelDrafter:
     """
 
     sources: tuple[str, ...] = ("model",)
+    takes_time: bool = True
 
     def __init__(
         self,

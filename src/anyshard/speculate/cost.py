@@ -1,5 +1,5 @@
-"""What rows cost, measured as it runs: a frame's time from sending to result, the time between
-results of frames that follow each other, and the time of a token.
+"""What rows cost, measured as it runs: a frame's time from sending to result, by itself and behind
+others, the time between results of frames that follow each other, and the time of a token.
 
 Times of steps are no line over rows (kernels take rows by fours), so each number of rows has its
 own. Knows nothing of drafts.
@@ -61,11 +61,15 @@ class RowCost:
 
 @dataclass
 class Costs:
-    """Of a run. latency: of frames that begin with what is certain; spacing: between results of
-    frames that were under way together."""
+    """Of a run. latency: of frames that begin with what is certain, when nothing was under way;
+    queued: of those that followed others; spacing: between results of frames that were under way
+    together. is_full: frames of other requests keep the stages busy, by the last one that began
+    with what is certain."""
 
     latency: RowCost = field(default_factory=RowCost)
+    queued: RowCost = field(default_factory=RowCost)
     spacing: RowCost = field(default_factory=RowCost)
+    is_full: bool = False
     _seconds: float = 0.0
     _tokens: float = 0.0
 
@@ -85,10 +89,29 @@ class Costs:
         """
         if rows and spacing_s is not None:
             self.spacing.add(rows, spacing_s)
-        elif rows and latency_s is not None:
-            self.latency.add(rows, latency_s)
+        if rows and latency_s is not None:
+            self.is_full = spacing_s is not None
+            self._round.add(rows, latency_s)
         keep = 1 - 1 / 64
         self._seconds, self._tokens = self._seconds * keep + seconds, self._tokens * keep + tokens
+
+    @property
+    def _round(self) -> RowCost:
+        return self.queued if self.is_full else self.latency
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a frame that began with what is certain was measured."""
+        return self._round.is_known
+
+    def round(self, rows: int) -> float:
+        """Seconds from sending such a frame to its result, if any are known."""
+        return self._round.of(rows)
+
+    def frame(self, rows: int) -> float:
+        """Seconds by which such a frame puts off what comes next, if any are known: where stages
+        are busy with others as well, only those of the slowest."""
+        return self.spacing.of(rows) if self.is_full else self.latency.of(rows)
 
     @property
     def token_s(self) -> float | None:

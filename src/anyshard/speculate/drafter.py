@@ -37,6 +37,11 @@ class Drafter(Protocol):
         """Those that its drafts name."""
         ...
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether asking for drafts that are not run then is a loss worth counting."""
+        ...
+
     def begin(
         self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
     ) -> None:
@@ -65,6 +70,7 @@ class OracleDrafter:
     """
 
     sources: tuple[str, ...] = ("oracle",)
+    takes_time: bool = False
 
     def __init__(
         self,

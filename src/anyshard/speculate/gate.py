@@ -30,7 +30,10 @@ SPAN: Final = 4  # rows by which the cost of one more is told
 AHEAD: Final = 0.1  # of a row's cost, what one costs that others do not wait for
 LEAST_GAIN: Final = 1.02
 ROUNDS: Final = 64
+CLEAR_LOSS: Final = 0.9  # a gain below it is enough
+FEW_ROUNDS: Final = 16  # after so many
 MUTED_TOKENS: Final = 256
+MOST_SILENCES: Final = 5  # in a row, each twice as long
 
 
 class Gate(Protocol):
@@ -220,6 +223,7 @@ class _Worth:
     gain: float = 1.1
     rounds: int = 0
     muted: int = 0  # tokens to go
+    silences: int = 0  # in a row
 
 
 @dataclass
@@ -239,7 +243,7 @@ class SurvivalGate:
     def theta(self, costs: Costs) -> float:
         """See Gate: what one row more costs, over what a token takes."""
         token_s = costs.token_s
-        if not costs.latency.is_known or token_s is None:
+        if not costs.is_known or token_s is None:
             return FIRST_SURVIVAL
         few, many = costs.interval(1), costs.interval(1 + SPAN)
         return min(1.0, max(0.0, many - few) / SPAN / token_s)
@@ -279,9 +283,9 @@ class SurvivalGate:
         """See Gate; the first step runs none, to have something to compare with."""
         if certain:
             self._follows = False
-        if not costs.latency.is_known:
+        if not costs.is_known:
             return 0
-        if self.windows == 1 or certain > 1:
+        if self.windows == 1 or certain > 1 or costs.is_full:
             return self._at_once(chances, costs, certain=certain)
         if certain:
             self._rows, self._follows = self._following(costs, most=len(chances) + 1)
@@ -296,7 +300,7 @@ class SurvivalGate:
         rates, tokens = [], float(certain)
         for number, chance in enumerate((0.0, *chances)):
             tokens += chance
-            rates.append(tokens / costs.latency.of(certain + number))
+            rates.append(tokens / costs.frame(certain + number))
         enough = NEAR * max(rates)
         return next(number for number, rate in enumerate(rates) if rate >= enough)
 
@@ -325,8 +329,13 @@ class SurvivalGate:
         worth = self._worth.setdefault(source, _Worth())
         worth.rounds += 1
         worth.gain += (gain - worth.gain) / 32
-        if worth.rounds >= ROUNDS and worth.gain < LEAST_GAIN:
-            self._worth[source] = _Worth(muted=MUTED_TOKENS)
+        is_loss = worth.rounds >= FEW_ROUNDS and worth.gain < CLEAR_LOSS
+        if is_loss or (worth.rounds >= ROUNDS and worth.gain < LEAST_GAIN):
+            tokens = MUTED_TOKENS << worth.silences
+            silences = min(worth.silences + 1, MOST_SILENCES)
+            self._worth[source] = _Worth(muted=tokens, silences=silences)
+        elif worth.rounds >= ROUNDS:
+            worth.silences = 0
 
     def passed(self, tokens: int) -> None:
         """See Gate."""

@@ -143,6 +143,7 @@ class NgramDrafter:
     """Drafts of a request's own text, or, where that has none, of those that are over."""
 
     sources: tuple[str, ...] = ("text", "store")
+    takes_time: bool = False
 
     def __init__(self, vocab: int, *, store: NgramStore | None = None) -> None:
         self._vocab = vocab

@@ -226,9 +226,12 @@ class Speculator:
         taken = dict.fromkeys(known, 0)
         for _, request_id in order[:count]:
             taken[request_id] += 1
-        if not are_ahead and self.costs.latency.is_known:
+        if not are_ahead and self.costs.is_known:
             for request_id in known:
-                self._lines[request_id].plain_s = self.costs.latency.of(certain)
+                line, drafts = self._lines[request_id], proposed[request_id]
+                line.plain_s = self.costs.round(certain)
+                if drafts and self.drafter.takes_time:  # asked for nothing, if none is run
+                    line.source = drafts[0].source
         self._counts.frames += count > 0
         self._counts.rows += count + certain * (count > 0)
         return {
@@ -245,9 +248,8 @@ class Speculator:
     ) -> tuple[int, ...]:
         """Put drafts under way, the first of `chances` that they count."""
         line, counts = self._lines[request_id], self._counts
-        if not line.source:
-            line.source = drafts[0].source
-            counts.drafted_rounds += 1
+        line.source = line.source or drafts[0].source
+        counts.drafted_rounds += line.place == 0
         before = math.prod(each.chance for each in line.drafts)
         for draft, chance in zip(drafts, chances, strict=False):
             own = chance / max(before, 1e-99)
@@ -344,10 +346,11 @@ class Speculator:
     def _predicted_s(self) -> float | None:
         """By the formula, with what was measured; None where no drafts were run."""
         counts = self._counts
-        if not counts.frames or not self.costs.latency.is_known:
+        if not counts.frames or not self.costs.is_known:
             return None
         rows = counts.rows / counts.frames
         right = counts.hits / max(1, counts.hits + counts.rollbacks)
-        latency_s = self.costs.latency.of(round(rows))
-        interval_s = latency_s if self.windows == 1 else self.costs.interval(round(rows))
-        return predicted_s(right, rows, latency_s=latency_s, interval_s=interval_s)
+        frame_s = self.costs.frame(round(rows))
+        are_behind = self.windows > 1 and not self.costs.is_full
+        interval_s = self.costs.interval(round(rows)) if are_behind else frame_s
+        return predicted_s(right, rows, latency_s=frame_s, interval_s=interval_s)
