@@ -16,6 +16,9 @@ between frames under way together, by one that is always right; a is as many as 
 where a ratio is below the least that is asked of it, the formula is over 10 % off in the median or
 20 % at worst, or the tokens differ.
 
+A line of 5 rounds takes about 2 minutes at 10 ms and 4 at 50 ms; before the first one of a delay
+R_m and tau_m are measured, which takes as long.
+
 --ghosts: ranks that compute nothing, wait as long as a stage of so many ms would, and give the
 known tokens, so that eight stages need no eight cores. All of that is EMULATED.
 """
@@ -296,7 +299,10 @@ def cell(
     for name, gain, asked in zip(("rounds", "windows"), gains, least, strict=False):
         if median(gain) < asked:
             failed = True
-            print(f"{name}, hops of {hop_ms:g} ms, {right:g} right: asked {asked} times plain")
+            print(
+                f"NOT MET: {name}, hops of {hop_ms:g} ms, {right:g} right: {median(gain):.2f} "
+                f"times plain, asked {asked}"
+            )
     arms = [plain, *fixed, *windows, *gated]
     off = {arm.name: formula.ms(arm) / median(arm.ms) - 1 for arm in (*fixed, *windows)}
     found = {

@@ -1,4 +1,4 @@
-"""Run the commands of README.md and three pages of docs and put what they print below them.
+"""Run the commands of README.md and some pages of docs and put what they print below them.
 
 A fenced `console` block holds lines that begin with `$ `; what follows each is its output, both
 streams as a terminal shows them. `--check` runs them and fails where anything differs but
@@ -20,7 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("verify", "compare", "bench", "doctor")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("verify", "compare", "bench", "doctor", "speculation")
+    ),
 )
 KV = ("<!-- kv: scripts/readme.py -->", "<!-- /kv -->")
 KV_RANKS = (1, 2, 3, 4, 5, 8)
@@ -31,12 +34,13 @@ ACCURACY = ("<!-- accuracy: scripts/readme.py --accuracy -->", "<!-- /accuracy -
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 # what differs between two machines or minutes: figures, also tok/s and ratio at the end of a row,
 # kernel body, threads, the note on cores; version, date and CPU of a record; what doctor says of
-# the machine, and what is missing there
+# the machine, and what is missing there; how many drafts were worth their rows
 MEASURED = re.compile(
     r" +\d+\.\d  +\d+\.\d\d$|\d+(\.\d+)? (tok/s|s\b|MB)|\"[a-z_]+_s\": [\d.]+"
     r"|\b(vnni|avx2|scalar)( x\d+)?|\"threads\": \d+|^note: .*\n"
     r"|anyshard [\d.]+ · .*$"
     r"|^(machine|kernels|memory|installed|demo model|model|cache) {2,}\S.*$"
+    r"|^speculation: .*$"
     r"|\d+(\.\d+)? [kG]B|\s+what is missing, and what to type:(?s:.*)",
     re.MULTILINE,
 )

@@ -61,6 +61,14 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "no draft model is named": (
         lambda folder: tiny(folder, "--speculate", "model:"), "--speculate model: names no model"
     ),
+    "a draft model without model:": (
+        lambda folder: tiny(folder, "--speculate", "DIR/small.gguf"),
+        "for a draft model write model: before it",
+    ),
+    "the draft model is no Hub id, offline": (
+        lambda folder: tiny(folder, "--speculate", "model:org/absent-model"),
+        "--speculate: MODEL 'org/absent-model' is neither",
+    ),
     "the draft model is not there": (
         lambda folder: tiny(folder, "--speculate", "model:DIR/no.gguf"), "no.gguf' is neither"
     ),

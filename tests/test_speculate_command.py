@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,8 @@ def test_a_conversation_goes_on_from_what_drafts_have_stored() -> None:
     plain, drafted = said(), said("--speculate", "auto")
     assert [each["logits_sha256"] for each in drafted] == [each["logits_sha256"] for each in plain]
     assert len(drafted) == 2
+    assert all("speculation" not in each for each in plain)
+    assert 0 < drafted[0]["speculation"]["rounds"] < drafted[1]["speculation"]["rounds"], "so far"
 
 
 def test_stop_strings_end_an_answer_among_drafts() -> None:
@@ -110,6 +113,7 @@ def test_a_rank_that_is_killed_among_windows_is_named(rank: int) -> None:
         (("--gate", "fixed:9"), "--gate fixed:9 is more than --draft-max 8; raise that, or take"),
         (("--gate", "fixed:"), "it can be entropy, none, or fixed:K such as fixed:3"),
         (("--gate", "entropic"), "it can be entropy, none, or fixed:K such as fixed:3"),
+        (("--speculate", "model:~/no.gguf"), f"MODEL '{Path.home()}/no.gguf' is neither"),
         (("--draft-max", "0"), "--draft-max is 0; it can be 1 to 64"),
         (("--speculate", "ngram", "--record", "x.anyd"), "of drafts some do not count"),
     ],

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from anyshard.cli.conversation import Conversation, load_conversation, save_conversation
+from anyshard.cli.drafting import speculation_json
 from anyshard.cli.flags import HostFlags, SamplingFlags, SpeculationFlags, SplitFlags, Text
 from anyshard.cli.hosts import from_torchrun
 from anyshard.cli.member import run_member
@@ -270,7 +271,8 @@ class _Chat:
         if reason not in ("fault", "dropped"):
             self.said = self.said.answered(question, answer.text)
         if self.as_json:
-            tell(json.dumps(_turn_json(request, answer, reason, spent)))
+            turn = _turn_json(request, answer, reason, spent)
+            tell(json.dumps(turn | speculation_json(self.engine)))
         self._figures(request, spent, first_token_s - start if answer.tokens else None)
         remark = self._remark(reason, request, wanted)
         if remark:

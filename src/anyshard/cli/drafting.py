@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyshard.cli.flags import SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import closed
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from anyshard.checkpoint.cache import ImageCache
     from anyshard.config import ModelConfig, Profile
     from anyshard.draft_model import DraftFigures, ModelDrafter
+    from anyshard.engine import Engine
     from anyshard.epoch import EngineOptions
     from anyshard.launcher import Load, RankGroup
     from anyshard.model import Program
@@ -36,6 +37,7 @@ __all__ = [
     "draft_figures",
     "draft_group",
     "open_draft_model",
+    "speculation_json",
     "speculator_of",
     "wait_draft_loaded",
 ]
@@ -100,9 +102,13 @@ def _other_vocabulary(name: str, difference: str) -> UserError:
 
 
 def open_draft_model(
-    name: str | None, place: str | None, model: Checkpoint, flags: SplitFlags, threads: int
+    name: str | None,
+    place: Callable[[str], str | None],
+    model: Checkpoint,
+    flags: SplitFlags,
+    threads: int,
 ) -> DraftModel | None:
-    """Open what --speculate names, if anything, which lies at `place`, to draft for `model`.
+    """Open what --speculate names, if anything, to draft for `model`. place: finds where it lies.
 
     Raises: UserError for what cannot be opened, or has another number of tokens.
     """
@@ -114,7 +120,7 @@ def open_draft_model(
     if name is None:
         return None
     try:
-        checkpoint = open_checkpoint(place)
+        checkpoint = open_checkpoint(place(name))
     except CheckpointError as error:
         raise CheckpointError(f"--speculate: {error}") from None
     config = checkpoint.config
@@ -201,6 +207,21 @@ def draft_figures(speculator: Speculator) -> DraftFigures | None:
 
     drafter = speculator.drafter
     return drafter.figures if isinstance(drafter, ModelDrafter) else None
+
+
+def speculation_json(engine: Engine) -> dict[str, Any]:
+    """What --json has of it, of all requests so far; nothing without --speculate."""
+    speculator = engine.speculator
+    if speculator is None:
+        return {}
+    figures = speculator.figures
+    sent = sum(sum(view.wire_bytes.values()) for view in engine.control.statuses())
+    tokens = figures.rounds + sum(figures.accepted)
+    found = figures.as_json() | {"wire_bytes_per_token": round(sent / max(1, tokens))}
+    draft_model = draft_figures(speculator)
+    if draft_model is not None:
+        found["draft_model"] = draft_model.as_json()
+    return {"speculation": found}
 
 
 def _model_drafter(

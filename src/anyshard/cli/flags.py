@@ -355,10 +355,13 @@ class SpeculationFlags:
                     f"--speculate {self.speculate} names no model; give model:PATH, a .gguf file, "
                     "a Hugging Face directory, or a Hub id"
                 )
-            return path
+            return os.path.expanduser(path)
         if self.speculate not in ("off", "auto", "ngram"):
+            is_path = "/" in self.speculate or self.speculate.endswith(".gguf")
+            hint = "; for a draft model write model: before it" if is_path else ""
             raise OptionError(
-                f"--speculate is {self.speculate[:40]!r}; it can be off, auto, ngram, or model:PATH"
+                f"--speculate is {self.speculate[:40]!r}; it can be off, auto, ngram, or "
+                f"model:PATH{hint}"
             )
         return None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from anyshard.cli.drafting import draft_figures
+from anyshard.cli.drafting import draft_figures, speculation_json
 from anyshard.cli.flags import HostFlags, PromptFlags, SamplingFlags, SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import from_torchrun
 from anyshard.cli.member import run_member
@@ -351,7 +351,7 @@ class _Generate:
         return head | {
             "layout": _layout_json(engine),
             **({"emulated_links": list(map(str, links))} if links else {}),
-            **_speculation_json(engine),
+            **speculation_json(engine),
             "profile": engine.profile.name,
             "profile_hash": engine.profile.sha256(),
             "timings": self._timings(engine),
@@ -398,20 +398,6 @@ def _comm_text(engine: Engine) -> str:
         return "solo"
     is_mixed = engine.options.hosts and engine.comm == "shm"
     return f"{engine.comm}+torch" if is_mixed else engine.comm
-
-
-def _speculation_json(engine: Engine) -> dict[str, Any]:
-    speculator = engine.speculator
-    if speculator is None:
-        return {}
-    figures = speculator.figures
-    sent = sum(sum(view.wire_bytes.values()) for view in engine.control.statuses())
-    tokens = figures.rounds + sum(figures.accepted)
-    found = figures.as_json() | {"wire_bytes_per_token": round(sent / max(1, tokens))}
-    draft_model = draft_figures(speculator)
-    if draft_model is not None:
-        found["draft_model"] = draft_model.as_json()
-    return {"speculation": found}
 
 
 def _hosts_text(engine: Engine) -> str:

@@ -291,7 +291,11 @@ def open_model(
         hosts=hosts_of_ranks(layout, hosts.num_hosts) if hosts.num_hosts > 1 else (),
         speculation=speculation,
         draft=open_draft_model(
-            drafts, local_model(drafts, forking), checkpoint, flags, speculation.draft_threads
+            drafts,
+            lambda name: local_model(name, forking),
+            checkpoint,
+            flags,
+            speculation.draft_threads,
         ),
     ).within_kv_memory()
 

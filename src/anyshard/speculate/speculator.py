@@ -76,7 +76,7 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
         right, run = sum(self.accepted), sum(self.proposed)
         return (
             f"speculation: {self.acceptance_length:.2f} tokens a round · {right} of {run} drafts "
-            f"right, in {self.drafted_rounds} of {self.rounds} rounds · theta {self.theta:.2f}"
+            f"right, in {self.drafted_rounds} of {self.rounds} rounds"
         )
 
     def as_json(self) -> dict[str, Any]:
