@@ -22,10 +22,11 @@ from anyshard.launcher import RankMain
 from anyshard.layout import KvShard, plan
 from anyshard.ops.exact import F32
 from anyshard.request import Request
+from anyshard.speculate import OpenGate, OracleDrafter, Speculator
 from anyshard.verify.driver import open_group, served
 from anyshard.verify.naive import rank_body
 from anyshard.verify.prompt import hashed_tokens
-from anyshard.worker import Served, Worker, rank_main
+from anyshard.worker import ROW_SAMPLE, Served, Worker, rank_main
 
 EARLY, LATE = 1001, 1002  # token ids, and what names the fault of each
 NAME_OF = {EARLY: "layers.1.qkv", LATE: "head"}
@@ -62,6 +63,7 @@ def run(
     chunk: int = 16,
     want_logits: bool = True,
     body: RankMain = rank_main,
+    speculator: Speculator | None = None,
 ) -> list[list[Event]]:
     """The events of each prompt, six tokens long, in one epoch; slots: how many run at once."""
     group = open_group(model, forked=False, rank_body=body)
@@ -79,8 +81,11 @@ def run(
                 max_num_seqs=slots or len(prompts),
                 max_model_len=64,
                 poison=True,
+                drafts=0 if speculator is None else speculator.most,
+                windows=1 if speculator is None else speculator.windows,
             ),
             cores=2,
+            speculator=speculator,
         )
         requests = [Request(prompt=p, max_tokens=6, want_logits=want_logits) for p in prompts]
         found: dict[int, list[Event]] = {engine.submit(request): [] for request in requests}
@@ -164,6 +169,60 @@ def test_frames_that_are_under_way_together_keep_their_faults_apart(model: Serve
         assert failed.token is None
         assert failed.fault in ([NAME_OF[LATE]] if many > 2 else NAME_OF.values())
         assert bits(third) == bits(fine)
+
+
+def drafting(
+    prompts: Sequence[tuple[int, ...]], answers: Sequence[tuple[int, ...]], windows: int
+) -> Speculator:
+    """Drafts that are given, three in a frame."""
+    drafter = OracleDrafter(dict(zip(prompts, answers, strict=True)), right=1.0, vocab=VOCAB)
+    return Speculator(drafter, OpenGate(), most=3, windows=windows)
+
+
+@pytest.mark.parametrize("windows", [1, 4])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2)])
+def test_a_wrong_draft_that_fails_changes_no_other_ones_name(
+    model: Served, tp: int, pp: int, windows: int
+) -> None:
+    """It would be the earliest of its step."""
+    prompts = [prompt(5, seed=15), prompt(40, seed=16, last=LATE)]
+    split = {"tp": tp, "pp": pp, "chunk": 11, "micro_batches": 1}
+    fine, failed = run(model, prompts, **split)  # type: ignore[arg-type]
+    wrong = drafting(prompts, [(EARLY,) * 6, ()], windows)
+    alike, alone = run(model, prompts, **split, speculator=wrong)  # type: ignore[arg-type]
+    assert [event.fault for event in alone] == [event.fault for event in failed] == [NAME_OF[LATE]]
+    assert bits(alike) == bits(fine) and wrong.figures.rollbacks > 0
+
+
+class Fateful(Worker):
+    """Draws EARLY after position 12, which fails when it runs."""
+
+    def _sample(self, flags: list[int]) -> list[F32]:
+        logits = super()._sample(flags)
+        for row in range(len(flags)):
+            if flags[row] & ROW_SAMPLE and self.positions[row] == 12:
+                self.drawn[row] = EARLY
+        return logits
+
+
+@pytest.mark.parametrize("windows", [1, 4])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+def test_a_draft_that_was_right_and_fails_is_named_as_without_drafts(
+    model: Served, tp: int, pp: int, windows: int
+) -> None:
+    prompts, body = [prompt(11, seed=15), prompt(30, seed=16)], rank_body(Fateful)
+    plain = run(model, prompts, tp=tp, pp=pp, body=body)
+    assert [event.fault for event in plain[0]] == [None] * 3 + [NAME_OF[EARLY]]
+    answers = [tuple(event.token or 0 for event in each) for each in plain]
+    answers[0] = (*answers[0][:3], 3, 4)
+    right = drafting(prompts, answers, windows)
+    drafted = run(model, prompts, tp=tp, pp=pp, body=body, speculator=right)
+    for events, expected in zip(drafted, plain, strict=True):
+        assert [(e.token, e.finish, e.fault) for e in events] == [
+            (e.token, e.finish, e.fault) for e in expected
+        ]
+    assert bits(drafted[0][:-1]) == bits(plain[0][:-1]) and bits(drafted[1]) == bits(plain[1])
+    assert sum(right.figures.accepted) >= 5, "also EARLY itself was"
 
 
 class LateBooks(Worker):

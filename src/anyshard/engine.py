@@ -26,6 +26,7 @@ from anyshard.batch import (
     end_session,
     next_tick,
     ready,
+    rewind,
     take_waiting,
 )
 from anyshard.binder import FaultCode
@@ -46,6 +47,7 @@ from anyshard.request import Request, Sampling
 from anyshard.speculate import Speculator
 from anyshard.trace import RankTrace, Run
 from anyshard.worker import (
+    ROW_DRAFT,
     ROW_LOGITS,
     ROW_SAMPLE,
     ROW_WHOLE,
@@ -423,7 +425,7 @@ class Engine:
         rows = self._rows[: len(tick.rows)]
         for index, row in enumerate(tick.rows):
             request = sequences[row.slot].request
-            flags = 0
+            flags = ROW_DRAFT if row.is_draft else 0
             if row.through_head:
                 flags |= ROW_SAMPLE
                 flags |= ROW_LOGITS if row.logits else 0
@@ -461,6 +463,9 @@ class Engine:
             {slot: tuple(tokens) for slot, tokens in found.drawn.items()},
             found.finished,
         )
+        for slot in found.again:
+            (tokens,) = (s.tokens for s in self.batch.running if s.slot == slot)
+            self.batch = rewind(self.batch, slot, computed=len(tokens) - 1, tokens=tokens)
         for said in found.said:  # what it stored may be NaN
             if said.fault is not None and said.sequence.request.session is not None:
                 self.end_session(said.sequence.request.session)
@@ -512,6 +517,8 @@ class Engine:
                 is_over=slot in found.finished,
                 is_ahead=flight.is_ahead,
             )
+        for slot in found.again:
+            speculator.drop(by_slot[slot].request_id)
         rows = flight.tick.rows
         if is_void:
             speculator.voided(sum(row.is_draft for row in rows))

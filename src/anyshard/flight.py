@@ -107,13 +107,16 @@ class Said:
 @dataclass(frozen=True)
 class Outcome:
     """Of a frame: tokens that came out, their spreads if these are known, and slots that ended, by
-    slot; in order, what is to be told; how many of the rows that counted were drafts."""
+    slot; in order, what is to be told; how many of the rows that counted were drafts; slots of
+    which a draft was right and its row has failed, so that it is to run again as what is certain,
+    and say by itself where."""
 
     drawn: dict[int, list[int]]
     spreads: dict[int, list[Spread]]
     finished: frozenset[int]
     said: list[Said]
     drafts_right: int
+    again: frozenset[int]
 
 
 def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> Outcome:
@@ -125,6 +128,7 @@ def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> 
     drawn: dict[int, list[int]] = {}
     spreads: dict[int, list[Spread]] = {}
     finished: set[int] = set()
+    again: set[int] = set()
     said: list[Said] = []
     right = logits_index = 0
     for index, row in enumerate(flight.tick.rows):
@@ -132,7 +136,7 @@ def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> 
         if row.logits and result.logits is not None:
             logits = result.logits[logits_index]
             logits_index += 1
-        if row.slot in finished or not flight.awaited(row, running):
+        if row.slot in finished | again or not flight.awaited(row, running):
             continue
         sequence = running[row.slot]
         mine = drawn.get(row.slot, [])
@@ -140,6 +144,9 @@ def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> 
             text = len(sequence.tokens) + len(mine)
             last = mine[-1] if mine else sequence.tokens[-1]
             if (row.position, row.token) != (text - 1, last):
+                continue
+            if result.faults[index]:
+                again.add(row.slot)
                 continue
             right += 1
         assert not result.is_void, "somebody waits for a frame that was void"
@@ -157,4 +164,4 @@ def outcome(flight: Flight, result: Result, running: Mapping[int, Sequence]) -> 
             said.append(Said(sequence, token, logits, finish))
         elif row.logits:
             said.append(Said(sequence, logits=logits))
-    return Outcome(drawn, spreads, frozenset(finished), said, right)
+    return Outcome(drawn, spreads, frozenset(finished), said, right, frozenset(again))

@@ -39,6 +39,7 @@ from anyshard.walk import Run, walks
 from anyshard.watch import Watch
 
 __all__ = [
+    "ROW_DRAFT",
     "ROW_LOGITS",
     "ROW_SAMPLE",
     "ROW_WHOLE",
@@ -54,6 +55,7 @@ __all__ = [
 ROW_SAMPLE = 1  # flag bits of a frame's row: a token is wanted after it,
 ROW_LOGITS = 2  # and the logits too;
 ROW_WHOLE = 4  # the sampler needs the whole row of logits, not just each rank's best
+ROW_DRAFT = 8  # what comes before it may yet turn out to be something else
 
 HEAD = ("head", "digest_logits")  # ops over the rows that are sampled
 
@@ -383,12 +385,18 @@ class Worker:
             )
         if is_void:
             status.spare(self.comm.times.spared_bytes)
-        elif codes := [code for code in faults.tolist() if code]:
-            status.fault(sequence=frame.sequence, code=min(codes))
+        elif faults.any():
+            self._tell_fault(frame)
         status.report(self.comm.counters)
         if self.plan.record:
             self.digests[:rows, -1] = faults
             self.control.post_digests(frame.sequence, self.digests[:rows])
+
+    def _tell_fault(self, frame: Frame) -> None:
+        """Of rows that are certain, the earliest; a draft's row that was right runs once more."""
+        pairs = zip(self.row_fault.tolist(), frame.rows["flags"].tolist(), strict=False)
+        if codes := [code for code, flags in pairs if code and not flags & ROW_DRAFT]:
+            self.control.status.fault(sequence=frame.sequence, code=min(codes))
 
     def _take(self, frame: Frame) -> None:
         """Row table, page table and sampling parameters of a frame, into the bound arrays."""

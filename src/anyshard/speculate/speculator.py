@@ -304,6 +304,12 @@ class Speculator:
             self.gate.round_over(line.source, gain)
         line.begin(now_s)  # until the certain row goes in
 
+    def drop(self, request_id: int) -> None:
+        """The drafts of a request that are under way do not count, whatever they are."""
+        if (line := self._lines.get(request_id)) is not None:
+            self._counts.rollback_rows += len(line.drafts)
+            line.drafts.clear()
+
     def saw(self, rows: int) -> None:
         """So many rows were under way when a result came."""
         self._counts.looks += 1
