@@ -272,6 +272,26 @@ def test_drafts_end_where_its_context_ends() -> None:
         assert not drafter.propose(2, 8)
 
 
+def test_a_request_without_a_slot_waits_for_one_without_drafts() -> None:
+    model = the_model(A9)
+    prompts = prompts_of(model.config.vocab)[:5]
+    with group_of(model) as group, drafting(model, max_num_seqs=2) as drafter:
+        whole = answers(group, model, prompts, epoch=1, sampling=NOISY)
+        speculator = Speculator(drafter, OpenGate(), most=8)
+        got = answers(group, model, prompts, epoch=2, speculator=speculator, sampling=NOISY)
+        assert got == whole
+        figures = speculator.figures
+        assert sum(figures.proposed) > 20 and figures.accepted == figures.proposed
+        for number, prompt in enumerate(prompts[:4]):
+            drafter.begin(number, prompt, sampling=NOISY)
+        assert [len(drafter.propose(n, 2)) for n in range(4)] == [2, 2, 0, 0]
+        drafter.end(3)
+        drafter.end(0)
+        assert [draft.token for draft in drafter.propose(2, 2)] == list(whole[2][0][:2])
+        drafter.end(1)
+        drafter.end(2)
+
+
 def test_a_text_that_it_fails_on_has_no_drafts() -> None:
     model = another(9, overflows=True)
     with drafting(model) as drafter:

@@ -145,6 +145,31 @@ def test_weights_kv_and_processes_of_a_draft_model_are_counted(tmp_path: Path) -
     assert more.processes == need.processes + 2 * (64 << 20) and more.buffers > need.buffers
 
 
+@pytest.mark.ranks
+def test_kv_memory_holds_the_keys_and_values_of_both_models(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path)
+    prompts = [each for text in "abcde" for each in ("--prompt", text * 9)]
+    asked = ("generate", str(path), *prompts, "-n", "40", "--json", "--max-model-len", "64")
+    plain = run(*asked)
+    bits = json.loads(plain.stdout)
+    sequence = sum(bits["kv_bytes"]) // 5
+    memory = 2 * 5 * sequence  # of both models
+    done = run(*asked, "--kv-memory", str(memory), "--speculate", f"model:{path}")
+    assert done.returncode == plain.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [each["logits_sha256"] for each in found["results"]] == [
+        each["logits_sha256"] for each in bits["results"]
+    ]
+    draft = found["speculation"]["draft_model"]
+    assert sum(found["kv_bytes"]) == draft["kv_bytes"] == memory // 2
+    half = run(*asked, "--kv-memory", str(memory // 2), "--speculate", f"model:{path}")
+    assert "--kv-memory leaves room for 2 of 5 at once" in half.stderr
+    found = json.loads(half.stdout)
+    assert found["speculation"]["draft_model"]["kv_bytes"] == 2 * sequence
+    assert sum(found["kv_bytes"]) == 2.5 * sequence
+
+
 def test_drafts_end_where_the_draft_models_context_ends(tmp_path: Path) -> None:
     short = bytes([TINY.context, 0, 0, 0]), bytes([24, 0, 0, 0])
     write_tiny_gguf(tmp_path / "tiny.gguf")

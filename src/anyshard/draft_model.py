@@ -79,10 +79,12 @@ class _Slot:
 
 @dataclass
 class _Line:
-    """A request: its text so far, and where it is stored; whether the model has failed on it."""
+    """A request: its text so far, how its tokens are drawn, where it is stored, None while others
+    have all slots; whether the model has failed on it."""
 
     tokens: list[int]
-    slot: _Slot
+    sampling: Sampling
+    slot: _Slot | None = None
     has_failed: bool = False
 
 
@@ -108,8 +110,9 @@ def draft_rank() -> Iterator[None]:
 class ModelDrafter:
     """Drafts of a model whose one rank is an epoch of `group`; see Drafter.
 
-    options: its threads, chunk, and how many requests of how many tokens it follows; where these
-    end, drafts do. A slot whose request is over stays stored for the next one that begins alike.
+    options: its threads, chunk, and how many requests of how many tokens it follows at once; others
+    wait without drafts, and behind so many tokens drafts end. A slot whose request is over stays
+    stored for the next one that begins alike.
 
     Raises: PeerLost, here and where it is asked, when its rank is lost.
     """
@@ -165,13 +168,19 @@ class ModelDrafter:
         self, request_id: int, prompt: Sequence[int], *, sampling: Sampling | None = None
     ) -> None:
         """See Drafter; nothing runs yet."""
-        slot = max(self._free, key=lambda each: shared(each.stored, prompt))
-        self._free.remove(slot)
-        sampling = sampling or Sampling()
-        if slot.sampling != sampling:
-            slot.sampling, slot.drawn = sampling, [None] * len(slot.stored)
-            self._news[slot.number] = sampling
-        self._lines[request_id] = _Line(list(prompt), slot)
+        self._lines[request_id] = _Line(list(prompt), sampling or Sampling())
+        self._seat(self._lines[request_id])
+
+    def _seat(self, line: _Line) -> _Slot | None:
+        """Where it is stored, from now on if a slot is free: of those the one most like it."""
+        if line.slot is None and self._free:
+            slot = max(self._free, key=lambda each: shared(each.stored, line.tokens))
+            self._free.remove(slot)
+            if slot.sampling != line.sampling:
+                slot.sampling, slot.drawn = line.sampling, [None] * len(slot.stored)
+                self._news[slot.number] = line.sampling
+            line.slot = slot
+        return line.slot
 
     def extend(self, request_id: int, tokens: Sequence[int]) -> None:
         """See Drafter."""
@@ -179,9 +188,12 @@ class ModelDrafter:
 
     def propose(self, request_id: int, most: int, *, after: Sequence[int] = ()) -> list[Draft]:
         """See Drafter: a frame for each draft that is not known yet, the first one with all that
-        the rank lacks of the text. None of a text that the model has failed on."""
+        the rank lacks of the text. None of a text that the model has failed on, or while
+        others have all slots."""
         line, found = self._lines[request_id], list[Draft]()
-        slot, text = line.slot, [*line.tokens, *after]
+        slot, text = self._seat(line), [*line.tokens, *after]
+        if slot is None:
+            return []
         kept = shared(slot.stored, text)
         while len(found) < most and len(text) <= self._options.max_model_len:
             if kept < len(text) or slot.drawn[kept - 1] is None:
@@ -198,7 +210,8 @@ class ModelDrafter:
 
     def end(self, request_id: int) -> None:
         """See Drafter."""
-        self._free.append(self._lines.pop(request_id).slot)
+        if (slot := self._lines.pop(request_id).slot) is not None:
+            self._free.append(slot)
 
     @property
     def profile_text(self) -> str:

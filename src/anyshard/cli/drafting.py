@@ -58,11 +58,16 @@ class DraftModel:
     threads: int
     is_same: bool
 
-    def options(self, *, tokens: int, num_seqs: int) -> EngineOptions:
-        """For so many sequences of so many tokens, or of its context where that is shorter."""
+    def options(self, *, tokens: int, num_seqs: int, pages: int | None) -> EngineOptions:
+        """For so many sequences of so many tokens, or of its context where that is shorter; pages:
+        most that --kv-memory leaves it, so that it follows fewer sequences at once."""
         from anyshard.epoch import EngineOptions
+        from anyshard.pages import pages_for
 
         tokens = min(tokens, self.checkpoint.config.context)
+        if pages is not None:
+            whole = pages // pages_for(tokens, block=self.profile.kv_block)
+            num_seqs = min(num_seqs, max(1, whole))
         return EngineOptions(
             kernels=self.flags.kernels,
             comm="shm",
@@ -73,14 +78,14 @@ class DraftModel:
             deadline_s=self.flags.deadline,
         )
 
-    def need(self, *, tokens: int, num_seqs: int) -> MemoryNeed:
+    def need(self, *, tokens: int, num_seqs: int, pages: int | None) -> MemoryNeed:
         """What its launcher and rank take; the front is there already."""
-        options = self.options(tokens=tokens, num_seqs=num_seqs)
+        options = self.options(tokens=tokens, num_seqs=num_seqs, pages=pages)
         return memory_need(
             self.checkpoint,
             [self.part],
             tokens=options.max_model_len,
-            num_seqs=num_seqs,
+            num_seqs=options.max_num_seqs,
             chunk=options.chunk,
         ).without_front()
 
@@ -184,8 +189,10 @@ def speculator_of(
     windows: int,
     tokens: int,
     num_seqs: int,
+    pages: int | None,
 ) -> Speculator | None:
-    """Drafts and gate for `num_seqs` sequences of so many tokens; None without --speculate."""
+    """Drafts and gate for `num_seqs` sequences of so many tokens; None without --speculate. pages:
+    those of --kv-memory."""
     from anyshard.speculate import FixedGate, NgramDrafter, OpenGate, Speculator, SurvivalGate
 
     if not flags.drafts:
@@ -196,7 +203,7 @@ def speculator_of(
     drafter = (
         NgramDrafter(config.vocab)
         if draft is None
-        else _model_drafter(*draft, tokens=tokens, num_seqs=num_seqs)
+        else _model_drafter(*draft, tokens=tokens, num_seqs=num_seqs, pages=pages)
     )
     return Speculator(drafter, gate, most=flags.drafts, windows=windows)
 
@@ -225,15 +232,17 @@ def speculation_json(engine: Engine) -> dict[str, Any]:
 
 
 def _model_drafter(
-    draft: DraftModel, group: RankGroup, *, tokens: int, num_seqs: int
+    draft: DraftModel, group: RankGroup, *, tokens: int, num_seqs: int, pages: int | None
 ) -> ModelDrafter:
     from anyshard.draft_model import ModelDrafter
 
-    options = draft.options(tokens=tokens, num_seqs=num_seqs)
+    options = draft.options(tokens=tokens, num_seqs=num_seqs, pages=pages)
     drafter = ModelDrafter(group, draft.checkpoint.config, draft.profile, options)
     ends = ""
     if options.max_model_len < tokens:
         ends = f"; drafts end after {options.max_model_len} tokens, which its context holds"
+    if options.max_num_seqs < num_seqs:
+        ends += f"; --kv-memory leaves room for {options.max_num_seqs} of {num_seqs} at once"
     print(
         f"note: {draft.name} drafts on a rank of its own, profile {drafter.profile_text}{ends}",
         file=sys.stderr,

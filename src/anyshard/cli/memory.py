@@ -42,6 +42,7 @@ class MemoryNeed:
     num_seqs: int
     tokens: int
     savers: tuple[tuple[str, MemoryNeed], ...] = ()
+    models: int = 1
 
     @property
     def total(self) -> int:
@@ -49,9 +50,10 @@ class MemoryNeed:
         return self.weights + self.kv + self.buffers + self.processes
 
     def plus(self, other: MemoryNeed) -> MemoryNeed:
-        """With what another group of ranks takes; the sequences are these."""
+        """With what the ranks of a draft model take; the sequences are these."""
         return replace(
             self,
+            models=self.models + 1,
             weights=self.weights + other.weights,
             kv=self.kv + other.kv,
             buffers=self.buffers + other.buffers,
@@ -74,7 +76,7 @@ class MemoryNeed:
         raise LayoutError(
             f"{size_text(self.total)} of memory are needed and {size_text(free)} are free "
             f"(weights {size_text(self.weights)}, KV of {sequences} of {self.tokens} tokens "
-            f"{size_text(self.kv)}, buffers and processes "
+            f"{'in both models ' * (self.models > 1)}{size_text(self.kv)}, buffers and processes "
             f"{size_text(self.buffers + self.processes)}); {self._remedy(free)}"
         )
 
@@ -82,7 +84,7 @@ class MemoryNeed:
         if self.weights + self.processes > free:
             if self.processes > max(self.weights, 3 * PROCESS_BYTES):
                 return "take fewer ranks (-tp, -pp), or end other programs"
-            return "end other programs, or take a smaller model"
+            return f"end other programs, {self._leave}or take a smaller model"
         flags = ["--max-model-len"]
         flags += ["--max-num-seqs"] if self.num_seqs > 1 else []
         flags += ["--chunk"] if self.buffers > self.kv else []
@@ -92,7 +94,14 @@ class MemoryNeed:
             if need.total <= free or (self.kv >= self.buffers and need.total < self.total)
         ]
         take = f"take {' or '.join(named)}, " if named else ""
-        return f"lower {' or '.join(flags)}, {take}end other programs, or take a smaller model"
+        return (
+            f"lower {' or '.join(flags)}, {take}end other programs, {self._leave}or take a smaller "
+            "model"
+        )
+
+    @property
+    def _leave(self) -> str:
+        return "leave --speculate out, " if self.models > 1 else ""
 
 
 def memory_need(

@@ -108,12 +108,12 @@ class Opened:
 
     @property
     def kv_pages(self) -> int | None:
-        """Most pages of KV that the ranks allocate, None without --kv-memory.
-
-        Raises: LayoutError if that holds not one.
+        """Most pages of KV that the ranks allocate, a draft model's rank as many of its own; None
+        without --kv-memory. Raises: LayoutError if that holds not one.
         """
         memory = self.flags.kv_memory_bytes
-        return None if memory is None else pages_in(self.programs, memory)
+        parts = (*self.programs, *(() if self.draft is None else (self.draft.part,)))
+        return None if memory is None else pages_in(parts, memory)
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens have room."""
@@ -147,8 +147,10 @@ class Opened:
             drafts=self.speculation.drafts,
             windows=self.windows,
         )
-        draft = self.draft
-        return found.plus(draft.need(tokens=tokens, num_seqs=self.num_seqs)) if draft else found
+        if self.draft is None:
+            return found
+        pages, num_seqs = self.kv_pages, self.num_seqs
+        return found.plus(self.draft.need(tokens=tokens, num_seqs=num_seqs, pages=pages))
 
     @property
     def windows(self) -> int:
@@ -511,6 +513,7 @@ def start_engine(loading: Loading, *, limit: int, trace_events: int = 0) -> Engi
         windows=opened.windows,
         tokens=limit,
         num_seqs=opened.num_seqs,
+        pages=opened.kv_pages,
     )
     engine = Engine(
         group,
