@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from anyshard import engine as engine_module
 from anyshard import worker as worker_module
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
+from anyshard.errors import PeerLost
 from anyshard.launcher import RankGroup, RankMain
 from anyshard.layout import KvShard, plan
 from anyshard.request import Request, Sampling
@@ -34,6 +36,7 @@ from anyshard.speculate import (
     Speculator,
     SurvivalGate,
 )
+from anyshard.speculate.ngram import TOKEN_BYTES
 from anyshard.verify.driver import open_group
 from anyshard.verify.naive import rank_body
 from anyshard.worker import Worker, rank_main
@@ -301,6 +304,40 @@ def test_an_answer_ends_at_its_stop_token_among_drafts_that_were_right() -> None
             assert got == whole
 
 
+def test_the_rank_group_is_looked_at_though_no_result_keeps_the_front_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow source of drafts finds every result there."""
+    model = the_model(A9)
+    monkeypatch.setattr(engine_module, "POLL_S", 0.0)
+    with group_of(model) as group:
+
+        def lost() -> None:
+            raise PeerLost("the launcher has been stopped", rank=0)
+
+        def ready(frame: int, **named: Any) -> Any:
+            return wait(frame)
+
+        polled = group.poll
+        engine = Engine(
+            group,
+            model.config,
+            model.profile,
+            plan(model.config, leaf=model.profile.leaf),
+            EngineOptions(comm="threads", threads=1, max_model_len=160, max_num_seqs=1),
+            cores=2,
+        )
+        wait = engine.control.wait_result
+        monkeypatch.setattr(engine.control, "wait_result", ready)
+        engine.submit(Request(prompt=(1, 2, 3), max_tokens=8))
+        events = engine.run()
+        assert next(events).token is not None
+        monkeypatch.setattr(group, "poll", lost)
+        with pytest.raises(PeerLost, match="has been stopped"):
+            list(events)
+        monkeypatch.setattr(group, "poll", polled)
+
+
 def test_a_request_that_is_cancelled_among_drafts_says_no_more() -> None:
     model = the_model(A9)
     prompt, vocab = prompts_of(model.config.vocab)[4], model.config.vocab
@@ -374,6 +411,20 @@ def test_a_table_knows_what_followed_the_longest_end_that_was_seen(text: list[in
     assert sum(mass.values()) + rest == pytest.approx(1.0)
     for draft in table.propose(5):
         assert draft.entropy >= -1e-12 and draft.match >= 2
+
+
+def test_a_table_takes_no_more_than_is_counted_for_it() -> None:
+    rng = np.random.default_rng(3)
+    text = [int(token) for token in rng.integers(0, 49152, 2000)]
+    tracemalloc.start()
+    try:
+        table = NgramTable(49152)
+        for token in text:
+            table.append(token)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.5 < held / (TOKEN_BYTES * len(text)) < 1
 
 
 def test_a_store_learns_when_a_request_is_over_and_never_grows() -> None:

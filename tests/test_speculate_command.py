@@ -111,9 +111,11 @@ def test_a_rank_that_is_killed_among_windows_is_named(rank: int) -> None:
     ("arguments", "want"),
     [
         (("--gate", "fixed:9"), "--gate fixed:9 is more than --draft-max 8; raise that, or take"),
+        (("--gate", "fixed:-1"), "--gate is 'fixed:-1'; K can be 0 to 8"),
         (("--gate", "fixed:"), "it can be entropy, none, or fixed:K such as fixed:3"),
         (("--gate", "entropic"), "it can be entropy, none, or fixed:K such as fixed:3"),
         (("--speculate", "model:~/no.gguf"), f"MODEL '{Path.home()}/no.gguf' is neither"),
+        (("--draft-max", "9" * 5000), f"{'9' * 39}… into int; see anyshard generate --help"),
         (("--draft-max", "0"), "--draft-max is 0; it can be 1 to 64"),
         (("--speculate", "ngram", "--record", "x.anyd"), "of drafts some do not count"),
     ],

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -52,6 +53,8 @@ from anyshard.worker import (
     ROW_SAMPLE,
     ROW_WHOLE,
 )
+
+POLL_S: Final = 0.25  # between looks at the rank group, where results never keep the front waiting
 
 __all__ = [
     "Engine",
@@ -153,6 +156,7 @@ class Engine:
         self._in_flight: deque[Flight] = deque()
         self._void: set[int] = set()  # frames of them
         self._result_at = 0.0  # when the last one was read
+        self._polled_at = 0.0
         self._spent_s = 0.0  # over it
         self._run_at = 0.0  # when that of one that was not void was
         self._drafted_s = 0.0  # over all drafts
@@ -395,6 +399,9 @@ class Engine:
         result = self.control.wait_result(
             flight.frame, deadline_s=self.options.deadline_s, poll=self.group.poll
         )
+        if time.monotonic() - self._polled_at > POLL_S:
+            self.group.poll()
+            self._polled_at = time.monotonic()
         self._in_flight.popleft()
         self._void.discard(flight.frame)
         if self._log is not None:

@@ -9,6 +9,7 @@ imported only after the command line is known to be right.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 VERBS = (generate, chat, verify, bench, trace, compare, doctor, quantize)
+LONG_WORD = re.compile(r"\S{200,}")  # in what is said of a flag
 VERDICTS = (["verify"], ["compare"])  # a script takes their 0 for an answer
 for verb in VERBS:
     app.command(verb)
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except CycloptsError as error:
         page = "".join(f" {verb.__name__}" for verb in VERBS if [verb.__name__] == given)
-        return _say(f"{str(error).rstrip('.?')}; see anyshard{page} --help", 2)
+        said = LONG_WORD.sub(lambda word: f"{word[0][:40]}…", str(error).rstrip(".?"))
+        return _say(f"{said}; see anyshard{page} --help", 2)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -397,7 +397,9 @@ class SpeculationFlags:
             raise OptionError(
                 f"--gate is {self.gate[:40]!r}; it can be entropy, none, or fixed:K such as fixed:3"
             )
-        if not 0 <= int(number) <= self.draft_max:
+        if int(number) < 0:
+            raise OptionError(f"--gate is {self.gate[:40]!r}; K can be 0 to {self.draft_max}")
+        if int(number) > self.draft_max:
             raise OptionError(
                 f"--gate {self.gate} is more than --draft-max {self.draft_max}; raise that, or "
                 f"take fixed:{self.draft_max} at most"

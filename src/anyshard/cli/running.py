@@ -133,6 +133,8 @@ class Opened:
 
     def need(self, tokens: int) -> MemoryNeed:
         """What sequences of so many tokens take of this host."""
+        from anyshard.speculate.ngram import TOKEN_BYTES
+
         found = memory_need(
             self.checkpoint,
             self.programs,
@@ -148,7 +150,8 @@ class Opened:
             windows=self.windows,
         )
         if self.draft is None:
-            return found
+            tables = self.num_seqs * tokens * TOKEN_BYTES if self.speculation.drafts else 0
+            return replace(found, buffers=found.buffers + tables)
         pages, num_seqs = self.kv_pages, self.num_seqs
         return found.plus(self.draft.need(tokens=tokens, num_seqs=num_seqs, pages=pages))
 

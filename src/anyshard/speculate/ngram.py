@@ -19,29 +19,41 @@ import numpy as np
 from anyshard.request import Sampling
 from anyshard.speculate.drafter import Draft
 
-__all__ = ["NgramDrafter", "NgramStore", "NgramTable"]
+__all__ = ["TOKEN_BYTES", "NgramDrafter", "NgramStore", "NgramTable"]
 
 ORDERS: Final = 8  # tokens of context, at most
 LEAST_MATCH: Final = 2  # below it, a guess by one token is noise
+TOKEN_BYTES: Final = 1024  # of a table, a token of its text; 914 at most, of tokens at random
 STORE_ORDERS: Final = (8, 5, 3)
 STORE_ENTRIES: Final = 1 << 18  # of 16 bytes
 _MOST_COUNT: Final = 1 << 15
 
 
 class NgramTable:
-    """Contexts of one text, which grows at its end; work and memory are constant a token."""
+    """Contexts of one text, which grows at its end; work and memory are constant a token.
+
+    Most contexts come once: of those it keeps the token alone, without a count.
+    """
 
     def __init__(self, vocab: int) -> None:
         self.tokens: list[int] = []
         self._uniform = 1.0 / vocab
-        self._followers: list[dict[tuple[int, ...], dict[int, int]]] = [{} for _ in range(ORDERS)]
+        self._followers: list[dict[tuple[int, ...], int | dict[int, int]]] = [
+            {} for _ in range(ORDERS)
+        ]
 
     def append(self, token: int) -> None:
         """The next token of the text."""
         history = self.tokens
         for order in range(1, min(ORDERS, len(history)) + 1):
-            counts = self._followers[order - 1].setdefault(tuple(history[-order:]), {})
-            counts[token] = counts.get(token, 0) + 1
+            followers, context = self._followers[order - 1], tuple(history[-order:])
+            known = followers.get(context)
+            if known is None:
+                followers[context] = token
+            elif isinstance(known, dict):
+                known[token] = known.get(token, 0) + 1
+            else:
+                followers[context] = {known: 2} if known == token else {known: 1, token: 1}
         history.append(token)
 
     def after(self, context: Sequence[int]) -> tuple[dict[int, float], float, int]:
@@ -53,6 +65,8 @@ class NgramTable:
             counts = self._followers[order - 1].get(tuple(context[-order:]))
             if counts is None:
                 break  # nor was any longer one
+            if isinstance(counts, int):
+                counts = {counts: 1}
             seen, kinds = sum(counts.values()), len(counts)
             escape = kinds / (seen + kinds)
             for token in mass:
