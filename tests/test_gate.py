@@ -107,6 +107,26 @@ def test_an_entropy_that_is_unknown_is_a_kind_of_its_own() -> None:
     assert calibrator.chance(draft, 0, target_entropy=1.0) == pytest.approx(0.5, abs=0.05)
 
 
+def test_what_drafts_were_long_ago_counts_for_little() -> None:
+    calibrator, draft = Calibrator(), drafts_of(1)[0]
+    for number in range(2400):
+        calibrator.learn(draft, 0, is_hit=number < 2000, target_entropy=0.2)
+    assert calibrator.chance(draft, 0, target_entropy=0.2) < 0.2
+
+
+def test_a_gate_goes_by_the_depth_and_the_entropy_that_it_is_told() -> None:
+    draft, gate, sure = drafts_of(1)[0], SurvivalGate(), SurvivalGate()
+    for _ in range(200):
+        gate.turned_out(draft, 0, is_hit=True)
+        gate.turned_out(draft, 3, is_hit=False)
+        sure.turned_out(draft, 0, is_hit=True, target_entropy=0.05)
+        sure.turned_out(draft, 0, is_hit=False, target_entropy=2.0)
+    assert gate.survival([draft], depth=0, before=1.0)[0] > 0.9
+    assert gate.survival([draft], depth=3, before=1.0)[0] < 0.2
+    assert sure.survival([draft], depth=0, before=1.0, target_entropy=0.05)[0] > 0.9
+    assert sure.survival([draft], depth=0, before=1.0, target_entropy=2.0)[0] < 0.1
+
+
 # --- costs ---------------------------------------------------------------------------------------
 
 
@@ -230,6 +250,51 @@ def test_frames_follow_each_other_where_hops_are_slow_or_drafts_right() -> None:
         assert not gate.may_follow(costs_of(*costs), under_way=0), "of several requests, none"
 
 
+def steep(spacing: float = 0.001) -> Costs:
+    """Over hops: a frame takes 25 ms and more, the next one follows in 3 ms and `spacing` a row."""
+    return costs_of(
+        {rows: 0.025 + 0.002 * rows for rows in range(1, 10)},
+        {rows: 0.003 + spacing * rows for rows in range(1, 10)},
+    )
+
+
+def taught_for_windows() -> SurvivalGate:
+    gate = SurvivalGate(windows=8)
+    for _ in range(300):
+        teach(gate, hits=4, of=8)
+    return gate
+
+
+def test_theta_is_what_one_row_more_takes_over_what_a_token_takes() -> None:
+    gate = SurvivalGate()
+    assert gate.theta(Costs()) == 0.25, "before anything is measured"
+    assert gate.theta(steep()) == pytest.approx(0.001 / 0.01)
+    assert gate.theta(steep(0.05)) == 1.0
+
+
+def test_frames_of_drafts_have_a_row_more_and_what_a_tenth_of_theta_allows() -> None:
+    gate = taught_for_windows()
+    first = gate.count([0.9] * 8, steep(), certain=1)
+    assert 1 <= first < 7 and gate.count([0.9] * 8, steep(), certain=0) == first + 1
+    assert gate.count([0.011] * 8, steep(), certain=0) == first + 1, "a tenth of theta is 0.01"
+    assert gate.count([0.011, 0.009], steep(), certain=0) == 1
+    assert gate.count([0.9], steep(), certain=1) == 1, "one that is proposed has its row"
+
+
+def test_as_many_rows_may_be_under_way_as_leave_before_the_first_token_is_back() -> None:
+    gate, costs = taught_for_windows(), steep()
+    rows = gate.count([0.9] * 8, costs, certain=1) + 1
+    frames = math.ceil(costs.latency.of(rows) / costs.interval(rows))
+    assert rows > 1 and frames > 2
+    assert gate.may_follow(costs, under_way=rows * frames - 1)
+    assert not gate.may_follow(costs, under_way=rows * frames)
+
+
+def test_tokens_of_all_certain_rows_are_what_a_draft_is_compared_with() -> None:
+    dear = costs_of({rows: 0.010 * rows for rows in range(1, 10)})
+    assert SurvivalGate().count([0.5] * 4, dear, certain=4) == 0
+
+
 def test_a_source_that_does_not_pay_is_silent_for_a_while() -> None:
     gate = SurvivalGate()
     for _ in range(64):
@@ -270,6 +335,23 @@ def test_a_source_that_clearly_loses_is_silent_sooner_and_each_time_for_twice_as
             break
     gate.passed(256)
     assert not gate.is_silent(("text",)), "it has paid meanwhile"
+
+
+def test_a_source_is_judged_by_its_last_rounds_and_anew_after_a_silence() -> None:
+    gate = SurvivalGate()
+
+    def rounds(gain: float, times: int) -> bool:
+        for _ in range(times):
+            gate.round_over("text", gain)
+        return gate.is_silent(("text",))
+
+    assert not rounds(1.6, 2000) and rounds(0.9, 56), "what was is over"
+    gate.passed(1000)
+    assert not gate.is_silent(("text",)), "with more tokens than it was silent for"
+    assert gate.survival(drafts_of(1), depth=0, before=1.0)
+    assert not rounds(0.7, 21) and rounds(0.7, 1)
+    gate.passed(512)
+    assert not rounds(1.03, 300) and rounds(1.0, 100), "it has to bring something"
 
 
 def test_a_source_that_pays_is_never_silent() -> None:
