@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from test_speculate import A9, GREEDY, NEW, NOISY, Answer, answers, group_of, pr
 
 from anyshard.checkpoint import open_checkpoint
 from anyshard.comm.control import FrontControl
-from anyshard.draft_model import ModelDrafter
+from anyshard.draft_model import ModelDrafter, draft_rank
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.errors import PeerLost
@@ -30,6 +32,7 @@ from anyshard.layout import plan
 from anyshard.ops.sampling import entropy
 from anyshard.request import Request, Sampling
 from anyshard.speculate import FixedGate, Gate, OpenGate, Speculator, SurvivalGate
+from anyshard.tokenizer import vocabulary_difference
 from anyshard.verify.driver import open_group, served
 
 LENGTH = 160
@@ -261,6 +264,32 @@ def test_a_frame_has_what_is_lacking_and_the_row_of_a_draft(
         assert "f32" in figures.text() and figures.as_json()["threads"] == 1
 
 
+def test_a_slot_goes_to_who_begins_like_it_and_keeps_no_draft_that_was_drawn_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, counted = the_model(A9), Counted(monkeypatch)
+    one, other = (prompts_of(model.config.vocab)[number] for number in (4, 5))
+    with drafting(model, max_num_seqs=2) as drafter:
+        drafter.begin(1, one)
+        drafter.begin(2, other)
+        (cold,), (known,) = drafter.propose(1, 1), drafter.propose(2, 1)
+        drafter.end(1)
+        drafter.end(2)
+        counted.taken()
+        drafter.begin(3, other)
+        assert drafter.propose(3, 1) == [known] and not counted.taken()
+        drafter.begin(4, one, sampling=Sampling(temperature=3.0, seed=2))
+        (hot,) = drafter.propose(4, 1)
+        assert counted.taken() == [[(0, len(one) - 1, one[-1])]], "it is drawn once more"
+        assert hot.entropy > cold.entropy and drafter.propose(4, 1) == [hot]
+        assert hot.chance == pytest.approx(math.exp(-hot.entropy))
+        drafter.end(4)
+        drafter.begin(5, one, sampling=Sampling(temperature=3.0, seed=3))
+        (other_noise,) = drafter.propose(5, 1)
+        assert len(counted.taken()) == 1 and other_noise.token != hot.token
+        assert other_noise.entropy == hot.entropy
+
+
 def test_drafts_end_where_its_context_ends() -> None:
     model = the_model(A9)
     with drafting(model, max_model_len=40) as drafter:
@@ -317,6 +346,45 @@ def test_entropy_is_that_of_the_softmax(temperature: float) -> None:
     assert entropy(logits, temperature=temperature) == pytest.approx(known, abs=1e-9)
     flat = np.zeros(1009, np.float32)
     assert entropy(flat, temperature=temperature) == pytest.approx(math.log(1009))
+
+
+def test_seconds_are_of_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clock = the_model(A9), itertools.count()
+    with drafting(model) as drafter:
+        drafter.begin(1, prompts_of(model.config.vocab)[5])
+        monkeypatch.setattr("anyshard.draft_model.time", SimpleNamespace(monotonic=clock.__next__))
+        drafter.propose(1, 3)
+        drafter.propose(1, 1, after=(1, 2))
+        figures = drafter.figures
+    assert figures.seconds == figures.frames == 5
+
+
+def test_vocabularies_are_compared_to_the_last_id_and_what_differs_is_said_of_both() -> None:
+    def tokens(*texts: bytes, bos: int | None = 0, eos: Sequence[int] = (1,)) -> Any:
+        return SimpleNamespace(
+            vocab=len(texts), token_text=texts.__getitem__, bos_id=bos, eos_ids=frozenset(eos)
+        )
+
+    model = tokens(b"a", b"b", b"c")
+    for other, difference in (
+        (tokens(b"a", b"b", b"c"), ""),
+        (tokens(b"a", b"b"), "its vocabulary has 2 tokens, that of MODEL 3"),
+        (tokens(b"z", b"b", b"c"), "its token 0 is 'z', that of MODEL 'a'"),
+        (tokens(b"a", b"b", b""), "its token 2 is without a text, that of MODEL 'c'"),
+        (
+            tokens(b"a", b"b", b"c", bos=None),
+            "its texts begin with no token, those of MODEL with token 0",
+        ),
+        (
+            tokens(b"a", b"b", b"c", eos=(2, 1)),
+            "its answers end with tokens 1, 2, those of MODEL with token 1",
+        ),
+        (
+            tokens(b"a", b"b", b"c", eos=()),
+            "its answers end with no token, those of MODEL with token 1",
+        ),
+    ):
+        assert vocabulary_difference(model, other) == difference
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -388,6 +456,15 @@ def test_a_session_goes_on_from_what_the_draft_model_has_stored(
 
 
 # --- loss ----------------------------------------------------------------------------------------
+
+
+def test_what_a_lost_rank_has_said_goes_with_its_loss() -> None:
+    lost = PeerLost("rank 0 was killed", rank=0)
+    lost.add_note("its last words")
+    named = "the draft model's rank is lost: rank 0"
+    with pytest.raises(PeerLost, match=named) as caught, draft_rank():
+        raise lost
+    assert caught.value.__notes__ == ["its last words"]
 
 
 @pytest.mark.ranks
