@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ from grid import Loaded, the_model
 from test_native_spread import F32, close, exact
 from test_speculate import A9, GREEDY, NOISY, group_of, oracle, prompts_of
 
+from anyshard.comm.base import WireSizes
+from anyshard.comm.region import RESULT_HEADER, ControlSizes, EpochRegion, EpochSizes
+from anyshard.comm.results import ResultSlot
 from anyshard.engine import Engine
 from anyshard.epoch import EngineOptions
 from anyshard.launcher import RankGroup
 from anyshard.layout import plan
 from anyshard.ops import draw
-from anyshard.ops.spread import UNKNOWN, Spread, spread
+from anyshard.ops.spread import SPREAD, UNKNOWN, Spread, spread
 from anyshard.request import Request, Sampling
 from anyshard.speculate import OpenGate, Speculator
 from anyshard.verify.driver import open_group
@@ -155,6 +159,22 @@ def test_where_only_the_best_travel_it_is_unknown() -> None:
         figures = speculator.figures
         assert figures.target_entropy is figures.target_margin is None
         assert figures.runner_ups == figures.near_misses == 0
+
+
+@pytest.mark.parametrize(("tells", "row_bytes"), [(True, 4 + 12), (False, 4)])
+def test_a_link_is_held_for_what_a_result_weighs(*, tells: bool, row_bytes: int) -> None:
+    """Tokens, and 12 bytes beside each where their spread is told."""
+    control = ControlSizes(rows_max=4, pages_max=4, frame_slots=5, tells_spread=tells)
+    sizes = EpochSizes(wires=WireSizes(tp=1, pp=1), control=control)
+    slot, held = ResultSlot(EpochRegion.create(sizes, 1, shared=False), 2), []
+    link: Any = SimpleNamespace(hold=lambda sent_ns, num_bytes: held.append(num_bytes))
+    words = np.arange(3, dtype=np.int32)
+    spreads = np.array([(1.0, 0.5, 7)] * 3, SPREAD) if tells else None
+    slot.write(7, words, words * 0, (), spreads=spreads, is_void=tells)
+    found = slot.read(7, link)
+    assert held == [RESULT_HEADER.size + 3 * row_bytes]
+    assert (found.tokens, found.faults, found.is_void) == ([0, 1, 2], [0, 0, 0], tells)
+    assert found.spreads == ([Spread(1.0, 0.5, 7)] * 3 if tells else None)
 
 
 @pytest.mark.ranks
