@@ -17,6 +17,8 @@ from grid import the_model
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ADVERSARIAL_9_3, write_hf_model
+from test_speculate import A9, answers, group_of, prompts_of
+from test_windows import FAR, Busy, windowed
 
 from anyshard.bench.timeline import page, predicted, run_record, run_text
 from anyshard.cli import main
@@ -40,6 +42,7 @@ from anyshard.trace import (
     trace_bytes,
 )
 from anyshard.verify.driver import open_group
+from anyshard.verify.naive import rank_body
 
 Span = tuple[str, int, int, int]  # kind, start and stop in us, frame
 
@@ -338,3 +341,33 @@ def test_verify_writes_what_the_ranks_of_every_cell_did(tmp_path: Path) -> None:
     assert [len(run.ranks) for run in runs.values()] == [1, 3, 2]
     for run in runs.values():
         assert all(rank.sent == rank.ledger and len(rank.events) for rank in run.ranks)
+
+
+def test_rows_of_void_frames_are_in_no_hop_and_not_in_the_ledger() -> None:
+    model = the_model(A9)
+    prompts = prompts_of(model.config.vocab)[3:6]
+    with group_of(model, rank_body(Busy)) as group:
+        whole = answers(group, model, prompts, epoch=1)
+        known = list(zip(prompts, whole, strict=True))
+        speculator = windowed(known, model.config.vocab, right=0.5, most=3, windows=8)
+        engine = Engine(
+            group,
+            model.config,
+            model.profile,
+            plan(model.config, pp=2, leaf=model.profile.leaf),
+            EngineOptions(
+                comm="threads", threads=1, max_model_len=160, max_num_seqs=1, links=FAR,
+                trace_events=100, drafts=3, windows=8,
+            ),
+            cores=2,
+            epoch=2,
+            speculator=speculator,
+        )  # fmt: skip
+        for prompt in prompts:
+            engine.submit(Request(prompt=prompt, max_tokens=20))
+        for _ in engine.run():
+            pass
+        first, last = engine.traced("drafts").ranks
+        assert engine.control.statuses()[0].spared_bytes > 0
+        assert first.sent == first.ledger and first.sent[0] > 0 == last.sent[0]
+        engine.close()
