@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Several
+from dataclasses import replace as replace_result
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,22 @@ def test_rows_of_another_request_or_of_before_a_wrong_draft_are_passed_over(
     found = outcome(flight, result_of(16, 17, 18), running)
     assert not found.said and not found.drawn and not found.drafts_right
     assert not outcome(flight, result_of(0, 0, 0, is_void=True), {}).said
+
+
+def test_a_right_draft_whose_row_failed_runs_again_and_is_no_fault_yet() -> None:
+    flight, faulty = flight_of(CERTAIN, *DRAFTS), result_of(16, 17, 18)
+    for faults, drawn, again, fault in (
+        ([0, 7, 7], [16], {1}, []),
+        ([0, 0, 7], [16, 17], {1}, []),
+        ([7, 0, 0], None, set(), [0]),  # what is certain has failed
+    ):
+        result = replace_result(faulty, faults=faults)
+        found = outcome(flight, result, RUNNING)
+        assert (found.drawn.get(1), found.again) == (drawn, again)
+        assert [each.fault for each in found.said if each.fault is not None] == fault
+        assert found.drafts_right == len(drawn or [0]) - 1
+    wrong = replace_result(result_of(99, 17, 18), faults=[0, 7, 7])
+    assert not outcome(flight, wrong, RUNNING).again, "nobody waits for it"
 
 
 def test_rows_are_of_prompts_certain_or_drafts() -> None:
