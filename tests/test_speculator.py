@@ -149,3 +149,29 @@ def test_a_drafter_hears_of_all_tokens_and_once_of_the_end() -> None:
     for request_id in (1, 1, 2):
         speculator.end(request_id)
     assert told == [(1, (0, 9)), (1, (4,)), (1, None)]
+
+
+def test_drafts_that_are_dropped_are_neither_right_nor_wrong_and_a_new_round_begins() -> None:
+    speculator = Speculator(Known(), OpenGate(), most=3)
+    speculator.begin(1, [])
+    speculator.fill({1: 20}, rows=3, now_s=0.0)
+    speculator.came_out(1, [0], now_s=0.0, is_over=False)
+    speculator.drop(1)
+    speculator.drop(2)  # has not begun
+    assert speculator.fill({1: 19}, rows=3, now_s=0.0) == {1: (0, 1, 2)}
+    figures = speculator.figures
+    assert (figures.accepted, figures.rollbacks, figures.rollback_rows) == ((1, 0, 0), 0, 2)
+
+
+def test_where_stages_are_full_the_prediction_is_of_what_a_frame_puts_off() -> None:
+    speculator = Speculator(Known(), OpenGate(), most=2, windows=4)
+    speculator.begin(1, [])
+    for spacing_s, rows in ((None, 3), (0.004, 3), (0.001, 1)):
+        speculator.costs.step(
+            rows=rows, tokens=1, seconds=0.01, latency_s=0.050, spacing_s=spacing_s
+        )
+    speculator.fill({1: 20}, rows=2, now_s=0.0)
+    speculator.came_out(1, [0, 9], now_s=0.0, is_over=False)
+    want = 1e3 * predicted_s(1 / 2, 3, latency_s=0.004, interval_s=0.004)
+    assert speculator.costs.is_full
+    assert speculator.figures.predicted_token_ms == pytest.approx(want, abs=1e-4)
