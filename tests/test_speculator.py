@@ -108,6 +108,8 @@ def test_figures_are_of_what_was_measured(windows: int) -> None:
         "speculation: 1.67 tokens a round · 2 of 4 drafts right, in 2 of 3 rounds"
     )
     assert figures.as_json()["acceptance_length"] == 1.6667 and figures.token_ms == 5.0
+    assert figures.as_json()["acceptance_rate"] == 0.5
+    assert Speculator(Known(), OpenGate(), most=2).figures.acceptance_rate is None
     tau = 0.013 if windows == 1 else 0.005
     want = 1e3 * predicted_s(2 / 3, 3, latency_s=0.013, interval_s=tau)
     assert figures.predicted_token_ms == pytest.approx(want, abs=1e-4)

@@ -71,6 +71,12 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens of a round, mean."""
         return 1 + sum(self.accepted) / max(1, self.rounds)
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Drafts that counted, of those that were run; None where none was."""
+        run = sum(self.proposed)
+        return round(sum(self.accepted) / run, 4) if run else None
+
     def text(self) -> str:
         """One line of them."""
         right, run = sum(self.accepted), sum(self.proposed)
@@ -85,6 +91,7 @@ class SpeculationFigures(msgspec.Struct, frozen=True, kw_only=True):
         return counted | {
             "wasted_rows": self.wasted_rows,
             "acceptance_length": round(self.acceptance_length, 4),
+            "acceptance_rate": self.acceptance_rate,
         }
 
 
