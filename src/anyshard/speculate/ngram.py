@@ -83,9 +83,9 @@ class NgramTable:
         context = [*self.tokens[-ORDERS:], *after][-ORDERS:]
         found: list[Draft] = []
         while len(found) < most:
+            if tuple(context[-LEAST_MATCH:]) not in self._followers[LEAST_MATCH - 1]:
+                break  # before anything is reckoned: that is the rule in new text
             mass, rest, match = self.after(context)
-            if match < LEAST_MATCH:
-                break
             best = heapq.nsmallest(2, mass, key=lambda each: (-mass[each], each))
             token, second = best[0], best[1] if len(best) > 1 else -1
             entropy = self._entropy(mass, rest)
