@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
         lambda folder: tiny(folder, "--speculate", "model:"), "--speculate model: names no model"
     ),
     "a draft model without model:": (
-        lambda folder: tiny(folder, "--speculate", "DIR/small.gguf"),
+        lambda folder: tiny(folder, "--speculate", "models/small.gguf"),
         "for a draft model write model: before it",
     ),
     "the draft model is no Hub id, offline": (

@@ -385,7 +385,7 @@ class Worker:
             )
         if is_void:
             status.spare(self.comm.times.spared_bytes)
-        elif faults.any():
+        elif any(faults.tolist()):
             self._tell_fault(frame)
         status.report(self.comm.counters)
         if self.plan.record:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from anyshard.cli.flags import SpeculationFlags, SplitFlags
 from anyshard.cli.hosts import closed
 from anyshard.cli.memory import MemoryNeed, memory_need
-from anyshard.errors import CheckpointError, UserError
+from anyshard.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,8 +126,8 @@ def open_draft_model(
         return None
     try:
         checkpoint = open_checkpoint(place(name))
-    except CheckpointError as error:
-        raise CheckpointError(f"--speculate: {error}") from None
+    except UserError as error:
+        raise UserError(f"--speculate: {error}") from None
     config = checkpoint.config
     if config.vocab != model.config.vocab:
         both = f"its vocabulary has {config.vocab} tokens, that of MODEL {model.config.vocab}"
