@@ -70,7 +70,10 @@ def drafting(model: Loaded, *, forked: bool = False, **options: Any) -> Iterator
         group.close()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, NOISY, Sampling(temperature=0.8, seed=5)])
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, NOISY, pytest.param(Sampling(temperature=0.8, seed=5), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", [A9, A9 + INT8])
 def test_a_model_that_drafts_for_itself_is_always_right(name: str, sampling: Sampling) -> None:
     model = the_model(name)
