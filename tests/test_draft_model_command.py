@@ -19,6 +19,7 @@ from anyshard.checkpoint import demo_model_path, image_directory
 from anyshard.cli import main
 from anyshard.cli.flags import SpeculationFlags, SplitFlags
 from anyshard.cli.running import open_model
+from anyshard.errors import LayoutError
 from anyshard.speculate.ngram import TOKEN_BYTES
 
 needs_demo = pytest.mark.skipif(
@@ -144,6 +145,8 @@ def test_weights_kv_and_processes_of_a_draft_model_are_counted(tmp_path: Path) -
     assert more.weights == need.weights + weights
     assert more.kv == 2 * need.kv
     assert more.processes == need.processes + 2 * (64 << 20)
+    with pytest.raises(LayoutError, match=r"100 tokens in both models .* leave --speculate out,"):
+        more.refuse_over(more.total - 1)
     plain = open_model(path, SplitFlags(), num_prompts=3)
     tables = 3 * 100 * TOKEN_BYTES  # of n-grams, in the front
     assert plain.need(100).buffers < need.buffers - tables < more.buffers
